@@ -87,7 +87,7 @@ def test_demo_reports_the_lengths_that_were_asked_for(tmp_path: Path, monkeypatc
         assert len(group["columns"]["value"]) == count
         assert len(group["energies"]) == (4 if lengths else 8)
         for said in (
-            "what leaves the whole model",
+            "the output of the whole model",
             "Compared with the same architecture with random weights",
             "Why? In ",
         ):

@@ -17,7 +17,7 @@ import howsmooth as hs
 from howsmooth.bounds import CATALOGUE, table
 from howsmooth.bounds.bound_table import ContradictedBound
 from howsmooth.errors import InvalidInput
-from howsmooth.reports.figures.sandwich_curves import sandwich_figure
+from howsmooth.reports.figures.bound_curves import sandwich_figure
 from howsmooth.search.best_bound import not_passed, tightest_upper
 from howsmooth.search.sandwich_search import sandwich
 from howsmooth.search.witness import Witness

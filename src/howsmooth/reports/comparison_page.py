@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from howsmooth._util.common import write_whole
 from howsmooth._util.templates import render
-from howsmooth.reports.figures.style import literal, new_figure, open_frame
+from howsmooth.reports.figures.style import cell_map, literal, new_figure, open_frame, plain_legend
 from howsmooth.reports.page import check_report_path
 from howsmooth.scans import Comparison
 from howsmooth.scans.compare_scans import Change
@@ -66,19 +66,16 @@ def factors_heatmap(factors: np.ndarray, title: str) -> Figure:
     figure, (ax,) = new_figure(1, 6.8, 1.6 + 0.55 * len(factors))
     logs = np.log2(np.where(factors > 0, factors, np.nan))
     reach = max(1.0, float(np.nanmax(np.abs(logs), initial=0.0)))
-    image = ax.imshow(logs, cmap="PuOr_r", aspect="auto", norm=TwoSlopeNorm(0.0, -reach, reach))
-    for (row, column), factor in np.ndenumerate(factors):
-        if np.isfinite(factor):
-            pale = factor > 0 and abs(np.log2(factor)) <= 0.7 * reach
-            text = f"{factor:.2g}" if factor < 1 else f"{factor:.1f}"
-            ax.text(column, row, text, ha="center", va="center", color="black" if pale else "white")
-    ax.set_xticks(range(factors.shape[1]))
-    ax.set_yticks(range(factors.shape[0]))
-    ax.set(xlabel="head", ylabel="layer", title=literal(title))
-    bar = figure.colorbar(image, ax=ax, label="σ after ÷ σ before (factor)", fraction=0.046, pad=0.02)
+    colours = {"cmap": "PuOr_r", "norm": TwoSlopeNorm(0.0, -reach, reach)}
+    bar = cell_map(ax, logs, _factor, np.abs(logs) <= 0.7 * reach, "σ after ÷ σ before (factor)", **colours)
+    ax.set_title(literal(title))
     ticks = np.linspace(-reach, reach, 5)
     bar.set_ticks(list(ticks), labels=[f"{2**tick:.2g}" for tick in ticks])
     return figure
+
+
+def _factor(log: float) -> str:
+    return f"{2**log:.2g}" if log < 0 else f"{2**log:.1f}"
 
 
 def series_figure(names: Sequence[str], series: Sequence[tuple[str, Sequence[float]]], title: str) -> Figure:
@@ -102,7 +99,7 @@ def series_figure(names: Sequence[str], series: Sequence[tuple[str, Sequence[flo
     else:
         ax.set_xlabel("step")
     ax.set(ylabel="local Lipschitz constant σ (output per input)", title=literal(title), yscale="log")
-    ax.legend(frameon=False, fontsize=8)
+    plain_legend(ax)
     open_frame(ax)
     return figure
 

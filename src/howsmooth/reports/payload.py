@@ -12,9 +12,16 @@ from typing import Any
 import numpy as np
 
 from howsmooth._util.common import rounded
-from howsmooth.reports.findings import bounds_of, group_headline, growth_sentences, growths, methods, rounding_of
-from howsmooth.reports.readable_tokens import readable
-from howsmooth.reports.scan_groups import KINDS, Group, Row
+from howsmooth.reports.findings import (
+    bounds_of,
+    group_headline,
+    growth_sentences,
+    growths,
+    methods,
+    readable,
+    rounding_of,
+)
+from howsmooth.reports.scan_groups import Group, Row, kind_name, place_of_row
 
 _DIGITS = 5
 _SHARE_CHARACTERS = 1_500_000
@@ -40,10 +47,8 @@ def group_data(scanned: Sequence[Group]) -> list[dict[str, Any]]:
     """One object per group, ready for JSON."""
     shown = [shown_rows(group, _ROWS // len(scanned)) for group in scanned]
     packed = [_pack(group, rows) for group, rows in zip(scanned, shown, strict=True)]
-    for number, chosen in enumerate(_chosen_shares(scanned, shown)):
-        several = getattr(scanned[number].energies, "several", None)
-        shares = {key: scanned[number].energies[key] for key in chosen} if several is None else several(chosen)
-        packed[number]["energies"] = {_name(key): pack_shares(share) for key, share in shares.items()}
+    for group, data, places in zip(scanned, packed, _chosen_shares(scanned, shown), strict=True):
+        data["energies"] = {_name(place): pack_shares(share) for place, share in group.energies.several(places).items()}
     return packed
 
 
@@ -51,7 +56,7 @@ def shown_rows(group: Group, count: int) -> list[Row]:
     """All rows, or this many of a large scan: of every cell at every length the roughest windows first."""
     if len(group.rows) <= count:
         return group.rows
-    main, ranks = group.main_length(group.kinds[0]), group.ranks
+    main, ranks = group.main_length(), group.ranks
     order = sorted(group.rows, key=lambda row: (ranks[id(row)], row["length"] != main, -row["value"]))
     chosen = {id(row) for row in order[:count]}
     return [row for row in group.rows if id(row) in chosen]
@@ -66,7 +71,7 @@ def _chosen_shares(scanned: Sequence[Group], shown: Sequence[Sequence[Row]]) -> 
     sets: dict[tuple[int, int, int], list[tuple[int, Row]]] = {}
     for at, rows in enumerate(shown):
         ranks = scanned[at].ranks
-        heads = [row for row in rows if row["what"] == "head" and _cell_key(row) in scanned[at].energies]
+        heads = [row for row in rows if row["what"] == "head" and place_of_row(row) in scanned[at].energies]
         for row in sorted(heads, key=lambda row: -row["value"]):
             sets.setdefault((ranks[id(row)], -row["length"], at), []).append((at, row))
     first = [rows[:_FIRST_HEADS] for key, rows in sorted(sets.items()) if key[0] == 0]
@@ -77,12 +82,8 @@ def _chosen_shares(scanned: Sequence[Group], shown: Sequence[Sequence[Row]]) -> 
         if size <= room:
             room -= size
             for at, row in several:
-                chosen[at].append(_cell_key(row))
+                chosen[at].append(place_of_row(row))
     return chosen
-
-
-def _cell_key(row: Row) -> tuple[Any, ...]:
-    return row.get("layer"), row.get("head"), row["length"], row["window"]
 
 
 def pack_shares(shares: Sequence[float]) -> str:
@@ -110,9 +111,9 @@ def _pack(group: Group, rows: Sequence[Row]) -> dict[str, Any]:
         "label": group.label,
         "text": group.text,
         "headline": group_headline(group),
-        "kinds": {kind: KINDS.get(kind, kind) for kind in group.kinds},
+        "kinds": {kind: kind_name(kind) for kind in group.kinds},
         "rounding": {kind: rounding_of(kind).said() for kind in group.kinds},
-        "length": group.main_length(group.kinds[0]),
+        "length": group.main_length(),
         "columns": {name: _shortened(column) for name, column in columns.items()},
         "bounds": {name: [_digits(of_row.get(name), ROUND_CEILING) for of_row in bounds] for name in names},
         "growth": {
@@ -121,7 +122,6 @@ def _pack(group: Group, rows: Sequence[Row]) -> dict[str, Any]:
         },
         "laws": {_name(cell): sentence for cell, sentence in growth_sentences(group).items()},
         "tokens": {_name(window): readable(tokens) for window, tokens in _tokens(group, rows).items()},
-        "energies": {},
         "methods": methods(group) + _not_shown(group, rows),
     }
 

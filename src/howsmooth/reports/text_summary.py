@@ -15,7 +15,7 @@ from rich.text import Text
 from howsmooth._util.common import printable, rounded
 from howsmooth._util.validation import validated
 from howsmooth.reports import findings
-from howsmooth.reports.findings import few_digits, group_headline, main_kind
+from howsmooth.reports.findings import few_digits, group_headline
 from howsmooth.reports.growth.laws import PowerLaw
 from howsmooth.reports.scan_groups import Cell, Group, Source, cell_of, groups
 
@@ -36,7 +36,7 @@ def summary(source: Source) -> RenderableType:
 
 
 def _of_group(group: Group) -> list[RenderableType]:
-    rows, fits = group.roughest(main_kind(group)), findings.growths(group)
+    rows, fits = group.roughest(), findings.growths(group)
     on = f", {group.text}" if group.text else ""
     parts: list[RenderableType] = [
         _shown(f"{group.label}{on}", "dim"),
@@ -44,8 +44,8 @@ def _of_group(group: Group) -> list[RenderableType]:
         _roughest(group, rows[:_ROUGHEST], fits),
     ]
     if any(row.get("value_share") is not None for row in rows):
-        parts.append(Text("value / score: what goes through the values and the scores of σ, in its worst direction"))
-    powers = [fit.exponent for cell, fit in fits.items() if cell[0] == main_kind(group)]
+        parts.append(Text("value / score: shares of σ through the values and the scores, in its worst direction"))
+    powers = [fit.exponent for cell, fit in fits.items() if cell[0] == group.main_kind]
     if powers:
         parts.append(Text(f"growth: median n^{median(powers):.2f}, from n^{min(powers):.2f} to n^{max(powers):.2f}"))
     for distance in findings.bound_distances(rows):
@@ -55,7 +55,7 @@ def _of_group(group: Group) -> list[RenderableType]:
         parts.append(Text(missing, style="bold"))
     for measured, of in ((group, ""), (group.reference, " of the random weights")):
         if measured is not None and (missed := findings.not_converged(measured)):
-            note = f"{missed} of {len(measured.rows)} cells{of} did not reach the accuracy asked for."
+            note = f"{missed} of {len(measured.rows)} cells{of} did not reach the requested accuracy."
             parts.append(Text(note, style="bold"))
     return [*parts, Text("")]
 

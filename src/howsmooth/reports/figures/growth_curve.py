@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from howsmooth._util.validation import validated
-from howsmooth.reports.figures.style import ACCENT, BLUE, axes, light_grid, plain_decades
+from howsmooth.reports.figures.style import ACCENT, BLUE, axes, light_grid, plain_decades, plain_legend
 from howsmooth.reports.growth import Growth
 
 _SLOPES = {"$n^{1/4}$": 1 / 4, "$n^{1/2}$": 1 / 2}
@@ -85,4 +85,4 @@ def _dress(ax: Axes, law: Growth) -> None:
     ax.set_xticks(shown, labels=[f"{n:g}" for n in shown])
     ax.xaxis.set_minor_locator(NullLocator())
     light_grid(ax)
-    ax.legend(frameon=False, fontsize=8.5, loc="upper left")
+    plain_legend(ax, loc="upper left")
