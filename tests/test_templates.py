@@ -42,8 +42,20 @@ VALUES: dict[str, dict[str, Any]] = {
             dict.fromkeys(("x", "y", "radius", "class", "opacity", "title"), ...),
         ]
     },
-    "comparison": {"title": ..., "headline": ..., "picture": ..., "missing": ..., "names": [..., ...]}
-    | {"rows": [(True, [..., ...]), (False, [..., ...])]},
+    "comparison": {
+        "title": ...,
+        "picture": ...,
+        "beyond": [...],
+        "comparison": {
+            "headline": str,
+            "missing": ...,
+            "names": [..., ...],
+            "changes": [
+                SimpleNamespace(place=..., length=..., values=[1.0, 2.0], ratio=2.0, least=1.5, most=2.5),
+                SimpleNamespace(place=1, length=..., values=[1.0, 2.0], ratio=2.0, least=1.5, most=2.5),
+            ],
+        },
+    },
     "frame": {"page": ..., "height": ...},
     "heat_map": {"title": ..., "cells": [[(..., ...)] * 2]},
     "report": {
@@ -51,7 +63,7 @@ VALUES: dict[str, dict[str, Any]] = {
         "headlines": [dict.fromkeys(("sentence", "compared", "picture", "legend", "reason", "quiet"), ...)],
         "gauge": ...,
         "glossary": ...,
-        "theory": [{"name": ..., "about": ..., "address": ...}],
+        "theory": [(..., ..., ...)],
         "data": ...,
     },
     "rounding": SECTION

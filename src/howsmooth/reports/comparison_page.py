@@ -18,7 +18,6 @@ from howsmooth._util.templates import render
 from howsmooth.reports.figures.style import cell_map, literal, new_figure, open_frame, plain_legend
 from howsmooth.reports.page import check_report_path
 from howsmooth.scans import Comparison
-from howsmooth.scans.compare_scans import Change
 
 _LINES = ("o-", "s--", "^-.", "D:", "v-", "P--", "*-.", "X:")
 
@@ -28,15 +27,12 @@ def write_comparison(comparison: Comparison, path: Path) -> Path:
     check_report_path(path)
     drawn = io.BytesIO()
     comparison_figure(comparison).savefig(drawn, format="svg")
-    beyond = {change.place for change in (*comparison.rougher, *comparison.smoother)}
     page = render(
         "comparison",
         title=f"What changed from {comparison.names[0]} to {comparison.names[-1]}?",
-        headline=comparison.headline(),
         picture=base64.b64encode(drawn.getvalue()).decode(),
-        missing=comparison.missing,
-        names=comparison.names,
-        rows=[(change.place in beyond, _cells(change)) for change in comparison.changes],
+        comparison=comparison,
+        beyond={change.place for change in (*comparison.rougher, *comparison.smoother)},
     )
     write_whole(path, page.encode())
     return path
@@ -112,9 +108,3 @@ def _final_numbers(names: Sequence[str]) -> list[int] | None:
     """
     numbers = [int(end[1]) for name in names if (end := re.search(r"(\d+)$", name))]
     return numbers if len(numbers) == len(names) and all(a < b for a, b in pairwise(numbers)) else None
-
-
-def _cells(change: Change) -> list[str]:
-    values = [f"{value:.4g}" for value in change.values]
-    between = f"{change.least:.3g} … {change.most:.3g}"
-    return [str(change.place), str(change.length), *values, f"{change.ratio:.3g}", between]

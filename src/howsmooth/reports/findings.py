@@ -209,7 +209,7 @@ def bounds_of(row: Row) -> dict[str, float]:
 
 def not_converged(group: Group) -> int:
     """Number of cells that did not reach the requested accuracy."""
-    return sum(row.get("converged") is False or row.get("converged") == 0 for row in group.rows)
+    return sum(row.get("converged") == 0 for row in group.rows)
 
 
 def gaps(group: Group) -> str:

@@ -80,7 +80,7 @@ def page(scanned: Sequence[Group], documentation: str | None = None) -> str:
         headlines=[_headline(group) for group in scanned],
         gauge=GAUGE,
         glossary=links.pages.get("glossary"),
-        theory=[vars(entry) | {"address": links.pages.get(name)} for name, entry in THEORY.items()],
+        theory=[(links.pages.get(path), *entry) for path, entry in THEORY.items()],
         data=embedded(data),
     )
 

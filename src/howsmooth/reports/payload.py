@@ -33,14 +33,8 @@ _ROWS = 16_000
 _FIRST_HEADS = 20
 """Number of the roughest heads whose shares come before all others."""
 _STEPS = 65535
-_NUMBERS: dict[str, str] = {
-    "value": ROUND_HALF_EVEN,
-    "lower": ROUND_FLOOR,
-    "upper": ROUND_CEILING,
-    **dict.fromkeys(
-        ("relative", "radius", "value_path", "score_path", "value_share", "sink", "entropy"), ROUND_HALF_EVEN
-    ),
-}
+_ENDS = {"lower": ROUND_FLOOR, "upper": ROUND_CEILING}
+_NUMBERS = ("value", *_ENDS, "relative", "radius", "value_path", "score_path", "value_share", "sink", "entropy")
 
 
 def group_data(scanned: Sequence[Group]) -> list[dict[str, Any]]:
@@ -103,8 +97,9 @@ def _pack(group: Group, rows: Sequence[Row]) -> dict[str, Any]:
         name: [row.get(name) for row in rows]
         for name in ("what", "layer", "head", "length", "window", "sink_token", "window_start", "confidence")
     }
-    columns |= {name: [_digits(row.get(name), way) for row in rows] for name, way in _NUMBERS.items()}
-    columns["converged"] = [row.get("converged") in (None, True, 1) for row in rows]
+    for name in _NUMBERS:
+        columns[name] = [_digits(row.get(name), _ENDS.get(name, ROUND_HALF_EVEN)) for row in rows]
+    columns["converged"] = [row.get("converged") != 0 for row in rows]
     return {
         "model": group.model,
         "precision": group.precision,
@@ -128,14 +123,13 @@ def _pack(group: Group, rows: Sequence[Row]) -> dict[str, Any]:
 
 def _tokens(group: Group, rows: Sequence[Row]) -> dict[tuple[Any, ...], list[str]]:
     """The tokens of the shown windows, windows with most rows first, up to the maximum."""
-    count = Counter((row["length"], row["window"]) for row in rows)
-    chosen, room = {}, _TOKENS
-    for window, _ in count.most_common():
-        tokens = group.tokens.get(window)
-        if tokens is not None and len(tokens) <= room:
-            chosen[window] = tokens
-            room -= len(tokens)
-    return {window: chosen[window] for window in group.tokens if window in chosen}
+    chosen, room = set(), _TOKENS
+    for window, _ in Counter(place_of_row(row)[2:] for row in rows).most_common():
+        size = len(group.tokens.get(window, ()))
+        if size <= room:
+            chosen.add(window)
+            room -= size
+    return {window: tokens for window, tokens in group.tokens.items() if window in chosen}
 
 
 def _not_shown(group: Group, rows: Sequence[Row]) -> list[tuple[str, str]]:
