@@ -52,8 +52,8 @@ def test_demo_of_both_models_agrees_with_a_dense_jacobian_and_goes_on_where_it_w
         assert part in again.stdout
     with sqlite3.connect(folder / "demo.sqlite") as store:
         assert store.execute(read).fetchall() == before  # seconds too: nothing was measured again
-    model = open_model("minilm").model
     opened = open_model("minilm")
+    model = opened.model
     (window,) = opened.windows(alice(), 6, 1, 0)
     with torch.no_grad():
         hidden = model(**opened.inputs(window), output_hidden_states=True).hidden_states[3][0].double()
