@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from matplotlib.colors import TwoSlopeNorm
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 from howsmooth._util.common import write_whole
@@ -60,18 +60,19 @@ def factors_heatmap(factors: np.ndarray, title: str) -> Figure:
     ['1.0', '3.0']
     """
     figure, (ax,) = new_figure(1, 6.8, 1.6 + 0.55 * len(factors))
-    logs = np.log2(np.where(factors > 0, factors, np.nan))
-    reach = max(1.0, float(np.nanmax(np.abs(logs), initial=0.0)))
-    colours = {"cmap": "PuOr_r", "norm": TwoSlopeNorm(0.0, -reach, reach)}
-    bar = cell_map(ax, logs, _factor, np.abs(logs) <= 0.7 * reach, "σ after ÷ σ before (factor)", **colours)
+    logs = np.abs(np.log2(np.where(factors > 0, factors, np.nan)))
+    reach = max(1.0, float(np.nanmax(logs, initial=0.0)))
+    colours = {"cmap": "PuOr_r", "norm": LogNorm(2**-reach, 2**reach)}
+    bar = cell_map(ax, factors, _short_factor, logs <= 0.7 * reach, "σ after ÷ σ before (factor)", **colours)
     ax.set_title(literal(title))
-    ticks = np.linspace(-reach, reach, 5)
-    bar.set_ticks(list(ticks), labels=[f"{2**tick:.2g}" for tick in ticks])
+    ticks = 2 ** np.linspace(-reach, reach, 5)
+    bar.set_ticks(list(ticks), labels=[f"{tick:.2g}" for tick in ticks])
+    bar.minorticks_off()
     return figure
 
 
-def _factor(log: float) -> str:
-    return f"{2**log:.2g}" if log < 0 else f"{2**log:.1f}"
+def _short_factor(factor: float) -> str:
+    return f"{factor:.2g}" if factor < 1 else f"{factor:.1f}"
 
 
 def series_figure(names: Sequence[str], series: Sequence[tuple[str, Sequence[float]]], title: str) -> Figure:

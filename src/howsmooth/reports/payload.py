@@ -62,21 +62,20 @@ def _chosen_shares(scanned: Sequence[Group], shown: Sequence[Sequence[Row]]) -> 
     The roughest heads at every length come first, then all heads in their roughest window, long windows first, then
     their other windows. Shares that do not fit are skipped, and shorter ones may still fit.
     """
-    sets: dict[tuple[int, int, int], list[tuple[int, Row]]] = {}
-    for at, rows in enumerate(shown):
-        ranks = scanned[at].ranks
-        heads = [row for row in rows if row["what"] == "head" and place_of_row(row) in scanned[at].energies]
+    sets: dict[tuple[int, int, int], list[tuple[Any, ...]]] = {}
+    for at, (group, rows) in enumerate(zip(scanned, shown, strict=True)):
+        heads = [row for row in rows if row["what"] == "head" and place_of_row(row) in group.energies]
         for row in sorted(heads, key=lambda row: -row["value"]):
-            sets.setdefault((ranks[id(row)], -row["length"], at), []).append((at, row))
-    first = [rows[:_FIRST_HEADS] for key, rows in sorted(sets.items()) if key[0] == 0]
-    rest = [rows[_FIRST_HEADS:] if key[0] == 0 else rows for key, rows in sorted(sets.items())]
+            rank, length = group.ranks[id(row)], row["length"]
+            first = sets.setdefault((-1, -length, at), [])
+            several = sets.setdefault((rank, -length, at), []) if rank or len(first) == _FIRST_HEADS else first
+            several.append(place_of_row(row))
     room, chosen = _SHARE_CHARACTERS, [list[tuple[Any, ...]]() for _ in scanned]
-    for several in [*first, *rest]:
-        size = sum(4 * -(-2 * row["length"] // 3) for _, row in several)  # characters of base64, two bytes a token
+    for (_, length, at), places in sorted(sets.items()):
+        size = len(places) * 4 * -(2 * length // 3)  # characters of base64, two bytes a token
         if size <= room:
             room -= size
-            for at, row in several:
-                chosen[at].append(place_of_row(row))
+            chosen[at] += places
     return chosen
 
 

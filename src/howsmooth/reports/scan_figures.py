@@ -16,6 +16,7 @@ from howsmooth._util.validation import validated
 from howsmooth.reports.figures.head_and_token_figures import heads_heatmap
 from howsmooth.reports.figures.style import (
     ACCENT,
+    label_places,
     literal,
     new_figure,
     open_frame,
@@ -96,8 +97,8 @@ def scanned_growth(group: Group) -> Figure | None:
     doubt = "" if fit.error is None else f" \\pm {rounded_up(fit.error)}"
     label = f"{literal(place_of(worst))}: ${fit.factor:.3g}\\,n^{{{fit.exponent:.2f}{doubt}}}$"
     ax.plot(lengths, [fit.at(n) for n in lengths], color=ACCENT, linewidth=2, label=label, zorder=3)
-    ax.set(xscale="log", yscale="log", xlabel="number of tokens n", ylabel=_SIGMA, title=_titled(group))
-    ax.set_xticks(lengths, labels=list(map(str, lengths)))
+    ax.set(yscale="log", xlabel="number of tokens n", ylabel=_SIGMA, title=_titled(group))
+    label_places(ax, lengths)
     ax.minorticks_off()
     ax.yaxis.set_major_formatter("{x:g}")
     open_frame(ax)

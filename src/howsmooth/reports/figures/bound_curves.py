@@ -14,7 +14,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import NullLocator
 from torch import Tensor, nn
 
 from howsmooth._util.validation import validated
@@ -23,7 +22,7 @@ from howsmooth.bounds.catalogue import SCOPES, get
 from howsmooth.bounds.own.token_set_bounds import crossover
 from howsmooth.bounds.question_setting import Setting, setting
 from howsmooth.errors import InvalidInput
-from howsmooth.reports.figures.style import axes, light_grid, new_figure, plain_legend
+from howsmooth.reports.figures.style import axes, label_places, light_grid, new_figure, plain_legend
 from howsmooth.search.sandwich_result import SandwichCell
 from howsmooth.sets import Around, Point
 from howsmooth.sets.ellipsoid import Ellipsoid
@@ -278,8 +277,7 @@ def _draw_bands(ax: Axes, cells: Sequence[SandwichCell], attribute: str) -> None
     ax.set(xscale="log", yscale="log")
     places = sorted({x_of(cell) for cell in cells})
     if len(places) <= _LABELLED:
-        ax.set_xticks(places, labels=[f"{at:.4g}" for at in places])
-        ax.xaxis.set_minor_locator(NullLocator())
+        label_places(ax, places)
     light_grid(ax)
     legend.append(Line2D([], [], color="black", linestyle="-", label="U: upper bound, a theorem"))
     legend.append(Line2D([], [], color="black", linestyle="--", marker="o", markersize=4, label="L: reached (witness)"))

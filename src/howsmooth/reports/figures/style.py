@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colorbar import Colorbar
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter
+from matplotlib.ticker import LogFormatter, NullLocator
 from torch import Tensor
 
 from howsmooth._util.common import check_figure_path, printable, write_whole
@@ -101,6 +101,13 @@ def cell_map(
     figure = ax.get_figure(root=True)
     assert figure is not None
     return figure.colorbar(image, ax=ax, label=quantity, fraction=0.046, pad=0.02)
+
+
+def label_places(ax: Axes, places: Sequence[float]) -> None:
+    """A logarithmic axis x with a tick at these places, and at no others."""
+    ax.set_xscale("log")
+    ax.set_xticks(places, labels=[f"{place:g}" for place in places])
+    ax.xaxis.set_minor_locator(NullLocator())
 
 
 def light_grid(ax: Axes) -> None:

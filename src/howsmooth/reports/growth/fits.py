@@ -92,6 +92,8 @@ class Growth(PowerLaw):
     draws: Numbers | None
     """Exponents and logarithms of the factor of the bootstrap, ``(resamples, 2)``, stretched like the interval."""
 
+    __eq__, __hash__ = object.__eq__, object.__hash__  # results with the same exponent may differ in the rest
+
     @property
     def method(self) -> Literal["bootstrap", "regression"] | None:
         """Source of the interval; None without one."""
