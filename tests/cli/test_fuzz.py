@@ -35,6 +35,15 @@ def test_no_command_of_a_sample_ends_in_another_way_than_is_documented(ground: P
     assert not found
 
 
+@pytest.fixture(scope="module")
+def blameless(ground: Playground) -> Case:
+    """A command line in which nothing is wrong."""
+    case = Case(("measure", "random", "--width", "8", "--heads", "2", "--length", "4", "--json"))
+    _, wrong = ground.run(case)
+    assert wrong == []
+    return case
+
+
 def _raise() -> None:
     raise RuntimeError("nobody foresaw this")
 
@@ -71,18 +80,14 @@ def _complain_twice() -> None:
     ],
 )
 def test_every_misdeed_is_noticed(
-    ground: Playground, monkeypatch: pytest.MonkeyPatch, misdeed: Callable[[], None], noticed: str
+    ground: Playground, blameless: Case, monkeypatch: pytest.MonkeyPatch, misdeed: Callable[[], None], noticed: str
 ) -> None:
-    case = Case(("measure", "random", "--width", "8", "--heads", "2", "--length", "4", "--json"))
-    _, wrong = ground.run(case)
-    assert wrong == []
-
     def parse(text: str) -> int:
         misdeed()
         return 2**20
 
     monkeypatch.setattr(MEASURE, "parse_bytes", parse)
-    _, wrong = ground.run(case)
+    _, wrong = ground.run(blameless)
     assert any(word.startswith(noticed) for word in wrong), wrong
 
 

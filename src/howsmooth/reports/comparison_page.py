@@ -63,7 +63,7 @@ def factors_heatmap(factors: np.ndarray, title: str) -> Figure:
     logs = np.abs(np.log2(np.where(factors > 0, factors, np.nan)))
     reach = max(1.0, float(np.nanmax(logs, initial=0.0)))
     colours = {"cmap": "PuOr_r", "norm": LogNorm(2**-reach, 2**reach)}
-    bar = cell_map(ax, factors, _short_factor, logs <= 0.7 * reach, "σ after ÷ σ before (factor)", **colours)
+    bar = cell_map(ax, factors, _short_factor, ~(logs > 0.7 * reach), "σ after ÷ σ before (factor)", **colours)
     ax.set_title(literal(title))
     ticks = 2 ** np.linspace(-reach, reach, 5)
     bar.set_ticks(list(ticks), labels=[f"{tick:.2g}" for tick in ticks])
