@@ -172,7 +172,7 @@ def rounding_section(quantisation: Quantisation, about: str) -> str:
         changes_measured=len(changes),
         frontier=_frontier(quantisation),
         checks=quantisation.checks,
-        layers=chosen and zip(*(chosen.by_layer(part) for part in PARTS), strict=True),
+        layers=None if chosen is None else zip(*(chosen.by_layer(part) for part in PARTS), strict=True),
         **_FORMATS,
     )
 
