@@ -16,7 +16,7 @@ from howsmooth.reports.drawings import Axis, Chart, heat_map
 
 NASTY = "</title></style></script><script>alert(1)</script><img src=x onerror=alert(2)>\" ' onload='x' & {{ 7 * 7 }}"
 TURNED = "a\u202eb\x1b"
-SECTION = {"name": ..., "headline": ..., "about": ...}
+SECTION = {"name": ..., "headline": ..., "about": ..., "short": str, "down": str, "up": str}
 CHART = Chart(Axis(1.0, 10.0, "x"), Axis(1.0, 10.0, "y"))
 VALUES: dict[str, dict[str, Any]] = {
     "answer": {
@@ -27,7 +27,13 @@ VALUES: dict[str, dict[str, Any]] = {
         "few_digits": lambda value, digits=3: str(value),
     },
     "card": {"title": ..., "facts": [[..., ...]], "notes": [...]},
-    "certificates": SECTION | {"chart": ..., "rows": [[...] * 6], "steps": ...},
+    "certificates": SECTION
+    | {
+        "chart": ...,
+        "ladder": SimpleNamespace(
+            measured=[...], radii=[...], worst=[[...]], certified=[[...]], ratios=[[...]], steps=...
+        ),
+    },
     "chart": {"chart": CHART, "label": ...}
     | {
         "marks": [
@@ -36,21 +42,35 @@ VALUES: dict[str, dict[str, Any]] = {
             dict.fromkeys(("x", "y", "radius", "class", "opacity", "title"), ...),
         ]
     },
-    "comparison": {"title": ..., "headline": ..., "picture": ..., "missing": ..., "names": [..., ...]}
-    | {"rows": [(True, [..., ...]), (False, [..., ...])]},
+    "comparison": {
+        "title": ...,
+        "picture": ...,
+        "beyond": [...],
+        "comparison": {
+            "headline": str,
+            "missing": ...,
+            "names": [..., ...],
+            "changes": [
+                SimpleNamespace(place=..., length=..., values=[1.0, 2.0], ratio=2.0, least=1.5, most=2.5),
+                SimpleNamespace(place=1, length=..., values=[1.0, 2.0], ratio=2.0, least=1.5, most=2.5),
+            ],
+        },
+    },
     "frame": {"page": ..., "height": ...},
-    "heat_map": {"title": ..., "cells": [[{"colour": ..., "title": ...}] * 2]},
+    "heat_map": {"title": ..., "cells": [[(..., ...)] * 2]},
     "report": {
         "title": ...,
         "headlines": [dict.fromkeys(("sentence", "compared", "picture", "legend", "reason", "quiet"), ...)],
         "gauge": ...,
         "glossary": ...,
-        "theory": [{"name": ..., "about": ..., "address": ...}],
+        "theory": [(..., ..., ...)],
         "data": ...,
     },
     "rounding": SECTION
-    | {"damage": ..., "totals": [[...]], "not_drawn": [..., ...], "changes": ..., "frontier": ..., "checks": [[...]]}
-    | {"changes_shown": 1, "changes_measured": 2, "layers": [[...]]}
+    | {"damage": ..., "not_drawn": [..., ...], "changes": ..., "frontier": ...}
+    | {"totals": [dict.fromkeys(("format", "what", "proved", "predicted", "kl", "kl_error"), ...) | {"bits": 4}]}
+    | {"checks": [dict.fromkeys(("name", "mean", "error"), ...) | {"allocation": None, "perplexity": None}]}
+    | {"changes_shown": 1, "changes_measured": 2, "layers": [([...], [..., ...])]}
     | {"maps": [{"format": ..., "figures": [..., ...], "low": ..., "high": ...}]},
     "sections": {"title": ...},
 }
@@ -119,6 +139,6 @@ def test_hostile_text_in_a_drawing_stays_text() -> None:
     tags = Tags(chart.drawn(NASTY, marks))
     assert {tag for tag, _ in tags.found} == {"svg", "line", "text", "polyline", "circle", "title"}
     assert tags.texts.count(NASTY) == 7
-    cells = Tags(heat_map([[1.0, 2.0]], NASTY, lambda layer, head, value: NASTY, 1.0, 2.0))
+    cells = Tags(heat_map([[1.0, 2.0]], NASTY, NASTY, 1.0, 2.0))
     assert {tag for tag, _ in cells.found} == {"svg", "text", "rect", "title"}
-    assert cells.texts.count(NASTY) == 4
+    assert sum(text.count(NASTY) for text in cells.texts) == 2 + 2 * 2

@@ -52,8 +52,8 @@ def test_demo_of_both_models_agrees_with_a_dense_jacobian_and_goes_on_where_it_w
         assert part in again.stdout
     with sqlite3.connect(folder / "demo.sqlite") as store:
         assert store.execute(read).fetchall() == before  # seconds too: nothing was measured again
-    model = open_model("minilm").model
     opened = open_model("minilm")
+    model = opened.model
     (window,) = opened.windows(alice(), 6, 1, 0)
     with torch.no_grad():
         hidden = model(**opened.inputs(window), output_hidden_states=True).hidden_states[3][0].double()
@@ -87,7 +87,7 @@ def test_demo_reports_the_lengths_that_were_asked_for(tmp_path: Path, monkeypatc
         assert len(group["columns"]["value"]) == count
         assert len(group["energies"]) == (4 if lengths else 8)
         for said in (
-            "what leaves the whole model",
+            "the output of the whole model",
             "Compared with the same architecture with random weights",
             "Why? In ",
         ):

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pandas as pd
@@ -261,6 +262,7 @@ def test_control_c_says_what_is_kept_and_how_to_go_on() -> None:
     )
     while not Path("s.sqlite").is_file() or not _kept():
         assert process.poll() is None
+        time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=120)
     assert process.returncode == 130

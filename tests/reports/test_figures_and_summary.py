@@ -132,7 +132,7 @@ def test_summary_labels_a_coarse_model_and_counts_what_did_not_converge(scan: Me
     said = console.export_text()
     assert f"minilm [{COARSE}]" in said.splitlines()[0]
     assert f"of minilm [{COARSE}] is the roughest" in said
-    assert "156 of 780 cells did not reach the accuracy asked for." in said
+    assert "156 of 780 cells did not reach the requested accuracy." in said
 
 
 def test_summary_counts_what_did_not_converge_beside_the_model_too(scan: Measured) -> None:
@@ -140,7 +140,7 @@ def test_summary_counts_what_did_not_converge_beside_the_model_too(scan: Measure
     twins = [row | {"model": row["model"] + RANDOM_TWIN, "converged": row["length"] != 128} for row in scan.rows]
     console = Console(width=200, record=True, file=StringIO())
     console.print(summary([*scan.rows, *twins]))
-    assert "156 of 780 cells of the random weights did not reach the accuracy asked for." in console.export_text()
+    assert "156 of 780 cells of the random weights did not reach the requested accuracy." in console.export_text()
 
 
 @contextmanager

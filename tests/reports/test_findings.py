@@ -17,10 +17,9 @@ from scipy.stats import linregress
 import howsmooth as hs
 from howsmooth.reports import group_headline, groups
 from howsmooth.reports import report as write_report
-from howsmooth.reports.findings import bound_distances, ends, growths, methods, why
+from howsmooth.reports.findings import bound_distances, ends, growths, methods, readable, why
 from howsmooth.reports.page import embedded, page
 from howsmooth.reports.payload import group_data, pack_shares
-from howsmooth.reports.readable_tokens import readable
 from howsmooth.reports.scan_groups import Group
 from tests.reports.measured import Measured, stored
 
@@ -157,7 +156,7 @@ def test_methods_list_every_setting(scan: Measured, group: Group) -> None:
     assert found["weights, sha256"] == first["model_sha256"]
     assert found["text, sha256"] == first["text_sha256"]
     assert (found["layers"], found["lengths n"], found["windows per length"]) == ("0–5", "8, 16, 32, 64, 128", "2")
-    assert (found["relative accuracy asked for"], found["seed of the solver"]) == ("0.001", "0")
+    assert (found["requested relative accuracy"], found["seed of the solver"]) == ("0.001", "0")
     assert (found["arithmetic"], found["confidence of each upper end"]) == ("float32", "0.99")
     assert found["precision of the weights"] == "float32"
     assert found["howsmooth"] == first["howsmooth"]

@@ -69,7 +69,7 @@ def test_the_answer_names_the_whole_a_layer_and_a_head_and_compares() -> None:
     )
     (group,) = groups(scanned)
     said = answer(group)
-    for part in ("If what enters changes by 1 %", "the whole model", "a layer by", "an attention head by", "n = 8"):
+    for part in ("If the input changes by 1 %", "the whole model", "a layer by", "an attention head by", "n = 8"):
         assert part in said
     assert "Compared with the same architecture with random weights" in compared(group)
     drawn = picture(group)

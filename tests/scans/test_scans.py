@@ -20,7 +20,7 @@ def test_blocks_and_layers_equal_an_independent_computation(name: str) -> None:
     if find_spec(PACKAGES[name]) is None:
         pytest.skip(f"needs the model package {PACKAGES[name].replace('_', '-')} (make setup)")
     model = open_model(name)
-    found = measured(model, (8, 24), windows=2, layers=(1, 4))
+    found = measured(model, (6, 12), windows=2, layers=(1, 4))
     assert len(found) == 2 * 2 * 2 * 2
     checked = check(model, found, 4)
     assert {one.row["what"] for one in checked} == {"attention", "layer"}

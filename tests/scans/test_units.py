@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -55,9 +56,23 @@ def test_many_windows_are_not_split() -> None:
     assert [len(unit) for unit in split(plan, 3)] == [3] * 12
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """One thread of torch, as in a worker: the rows are compared bit by bit."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def here(folder: Path, text: Path, _one_thread: None) -> Scan:
+    """The scan in this process."""
+    return run_scan(str(folder), text, **ASKED)
+
+
 @pytest.mark.slow
-def test_any_executor_gives_the_rows_of_this_process(folder: Path, text: Path) -> None:
-    here = run_scan(str(folder), text, **ASKED)
+def test_any_executor_gives_the_rows_of_this_process(folder: Path, text: Path, here: Scan) -> None:
     told: list[ScanProgress] = []
     with ThreadPoolExecutor(2) as threads:
         there = run_scan(str(folder), text, **ASKED, executor=threads, progress=told.append)
@@ -69,15 +84,9 @@ def test_any_executor_gives_the_rows_of_this_process(folder: Path, text: Path) -
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_rows_of_this_one(folder: Path, text: Path, tmp_path: Path) -> None:
+def test_two_processes_give_the_rows_of_this_one(folder: Path, text: Path, tmp_path: Path, here: Scan) -> None:
     """Bit by bit, with one thread of torch in each."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        here = run_scan(str(folder), text, **ASKED)
-        there = run_scan(str(folder), text, **ASKED, jobs=2, out=tmp_path / "s.sqlite")
-    finally:
-        torch.set_num_threads(threads)
+    there = run_scan(str(folder), text, **ASKED, jobs=2, out=tmp_path / "s.sqlite")
     assert rows(there) == rows(here)
 
 

@@ -17,7 +17,7 @@ import howsmooth as hs
 from howsmooth.bounds import CATALOGUE, table
 from howsmooth.bounds.bound_table import ContradictedBound
 from howsmooth.errors import InvalidInput
-from howsmooth.reports.figures.sandwich_curves import sandwich_figure
+from howsmooth.reports.figures.bound_curves import sandwich_figure
 from howsmooth.search.sandwich_search import not_passed, sandwich, tightest_upper
 from howsmooth.search.witness import Witness
 from howsmooth.sets import Around, Ball, InputSet, Normalised, Sphere

@@ -24,8 +24,7 @@ from howsmooth.cli.options import AsJson, Report, Resume, command, exact_option,
 from howsmooth.cli.source_options import AttentionOptions, MapAtTokens, Request, kinds_of_map
 from howsmooth.errors import InvalidInput
 from howsmooth.models.weight_files import read_tensors
-from howsmooth.reports.certificate_section import write_certificates
-from howsmooth.reports.sections import check_section_path
+from howsmooth.reports.sections import check_section_path, write_certificates
 from howsmooth.search.attacks import minimal_norm_attack
 from howsmooth.sets import Around, SetText
 

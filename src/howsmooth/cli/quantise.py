@@ -32,8 +32,7 @@ from howsmooth.cli.options import (
 )
 from howsmooth.errors import InvalidInput
 from howsmooth.models.input_files import read_text
-from howsmooth.reports.quantisation_section import write_rounding
-from howsmooth.reports.sections import check_section_path
+from howsmooth.reports.sections import check_section_path, write_rounding
 from howsmooth.rounding.allocation import Allocation
 from howsmooth.rounding.engine_exports import EXPORTS, check_engine
 from howsmooth.rounding.number_formats import parse_formats

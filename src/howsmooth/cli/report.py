@@ -14,8 +14,7 @@ from howsmooth.cli.console import print_json, show, step_progress
 from howsmooth.cli.options import AsJson, command, out_option, output_option
 from howsmooth.errors import InvalidInput
 from howsmooth.reports import group_headline, groups, summary
-from howsmooth.reports.figure_formats import check_formats
-from howsmooth.reports.page import check_report_path
+from howsmooth.reports.page import check_formats, check_report_path
 from howsmooth.reports.page import report as run
 from howsmooth.reports.scan_groups import Group
 from howsmooth.scans import salvage as salvaged

@@ -10,15 +10,14 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from matplotlib.colors import TwoSlopeNorm
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 from howsmooth._util.common import write_whole
 from howsmooth._util.display import render
-from howsmooth.reports.figures.style import literal, new_figure, open_frame
+from howsmooth.reports.figures.style import cell_map, literal, new_figure, open_frame, plain_legend
 from howsmooth.reports.page import check_report_path
 from howsmooth.scans import Comparison
-from howsmooth.scans.compare_scans import Change
 
 _LINES = ("o-", "s--", "^-.", "D:", "v-", "P--", "*-.", "X:")
 
@@ -28,15 +27,12 @@ def write_comparison(comparison: Comparison, path: Path) -> Path:
     check_report_path(path)
     drawn = io.BytesIO()
     comparison_figure(comparison).savefig(drawn, format="svg")
-    beyond = {change.place for change in (*comparison.rougher, *comparison.smoother)}
     page = render(
         "comparison",
         title=f"What changed from {comparison.names[0]} to {comparison.names[-1]}?",
-        headline=comparison.headline(),
         picture=base64.b64encode(drawn.getvalue()).decode(),
-        missing=comparison.missing,
-        names=comparison.names,
-        rows=[(change.place in beyond, _cells(change)) for change in comparison.changes],
+        comparison=comparison,
+        beyond={change.place for change in (*comparison.rougher, *comparison.smoother)},
     )
     write_whole(path, page.encode())
     return path
@@ -64,21 +60,19 @@ def factors_heatmap(factors: np.ndarray, title: str) -> Figure:
     ['1.0', '3.0']
     """
     figure, (ax,) = new_figure(1, 6.8, 1.6 + 0.55 * len(factors))
-    logs = np.log2(np.where(factors > 0, factors, np.nan))
-    reach = max(1.0, float(np.nanmax(np.abs(logs), initial=0.0)))
-    image = ax.imshow(logs, cmap="PuOr_r", aspect="auto", norm=TwoSlopeNorm(0.0, -reach, reach))
-    for (row, column), factor in np.ndenumerate(factors):
-        if np.isfinite(factor):
-            pale = factor > 0 and abs(np.log2(factor)) <= 0.7 * reach
-            text = f"{factor:.2g}" if factor < 1 else f"{factor:.1f}"
-            ax.text(column, row, text, ha="center", va="center", color="black" if pale else "white")
-    ax.set_xticks(range(factors.shape[1]))
-    ax.set_yticks(range(factors.shape[0]))
-    ax.set(xlabel="head", ylabel="layer", title=literal(title))
-    bar = figure.colorbar(image, ax=ax, label="σ after ÷ σ before (factor)", fraction=0.046, pad=0.02)
-    ticks = np.linspace(-reach, reach, 5)
-    bar.set_ticks(list(ticks), labels=[f"{2**tick:.2g}" for tick in ticks])
+    logs = np.abs(np.log2(np.where(factors > 0, factors, np.nan)))
+    reach = max(1.0, float(np.nanmax(logs, initial=0.0)))
+    colours = {"cmap": "PuOr_r", "norm": LogNorm(2**-reach, 2**reach)}
+    bar = cell_map(ax, factors, _short_factor, ~(logs > 0.7 * reach), "σ after ÷ σ before (factor)", **colours)
+    ax.set_title(literal(title))
+    ticks = 2 ** np.linspace(-reach, reach, 5)
+    bar.set_ticks(list(ticks), labels=[f"{tick:.2g}" for tick in ticks])
+    bar.minorticks_off()
     return figure
+
+
+def _short_factor(factor: float) -> str:
+    return f"{factor:.2g}" if factor < 1 else f"{factor:.1f}"
 
 
 def series_figure(names: Sequence[str], series: Sequence[tuple[str, Sequence[float]]], title: str) -> Figure:
@@ -102,7 +96,7 @@ def series_figure(names: Sequence[str], series: Sequence[tuple[str, Sequence[flo
     else:
         ax.set_xlabel("step")
     ax.set(ylabel="local Lipschitz constant σ (output per input)", title=literal(title), yscale="log")
-    ax.legend(frameon=False, fontsize=8)
+    plain_legend(ax)
     open_frame(ax)
     return figure
 
@@ -115,9 +109,3 @@ def _final_numbers(names: Sequence[str]) -> list[int] | None:
     """
     numbers = [int(end[1]) for name in names if (end := re.search(r"(\d+)$", name))]
     return numbers if len(numbers) == len(names) and all(a < b for a, b in pairwise(numbers)) else None
-
-
-def _cells(change: Change) -> list[str]:
-    values = [f"{value:.4g}" for value in change.values]
-    between = f"{change.least:.3g} … {change.most:.3g}"
-    return [str(change.place), str(change.length), *values, f"{change.ratio:.3g}", between]

@@ -7,16 +7,18 @@ Colours are those of the page (``currentColor`` and its classes), so that a draw
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from markupsafe import Markup
 
 from howsmooth._util.display import render
+from howsmooth.reports.findings import few_digits
 
 _LEFT, _TOP, _BOTTOM, _RIGHT = 62, 26, 46, 12
 """Margins of a chart, as in its template."""
+_TICKS = 8
 _RAMP = ((247, 239, 232), (163, 51, 10))
 """Colours of the smallest and the largest value, as on the map of a scan."""
 Mark = dict[str, Any]
@@ -32,14 +34,12 @@ def ramp(t: float) -> str:
     return "#" + "".join(f"{round(a + t * (b - a)):02x}" for a, b in zip(*_RAMP, strict=True))
 
 
-def heat_map(
-    values: Sequence[Sequence[float]], title: str, words: Callable[[int, int, float], str], low: float, high: float
-) -> Markup:
-    """Layers down, heads across, coloured by the logarithm between two values; ``words`` describe a cell."""
+def heat_map(values: Sequence[Sequence[float]], title: str, quantity: str, low: float, high: float) -> Markup:
+    """Layers down, heads across, coloured by the logarithm between two values."""
     span = math.log(high / low) if high > low else 1.0
     cells = [
-        [{"colour": ramp(math.log(max(v, low) / low) / span), "title": words(i, j, v)} for j, v in enumerate(row)]
-        for i, row in enumerate(values)
+        [(ramp(math.log(max(value, low) / low) / span), f"{quantity} {few_digits(value)}") for value in row]
+        for row in values
     ]
     return Markup(render("heat_map", title=title, cells=cells))
 
@@ -72,18 +72,19 @@ class Axis:
 
     @property
     def ticks(self) -> list[float]:
-        """Powers of ten, at most eight, with their doubles and halves where they are fewer than two; or whole steps.
+        """At most eight: numbers that begin with 1, 2 or 5, or powers of ten where they are too many; or integers.
 
         >>> Axis(0.02, 30.0, "").ticks, Axis(3.0, 9.0, "", log=False).ticks, Axis(0.7, 6.0, "").ticks
         ([0.1, 1.0, 10.0], [3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0], [1.0, 2.0, 5.0])
         """
         ends = (math.log10(self.low), math.log10(self.high)) if self.log else (self.low, self.high)
-        first, last = math.ceil(ends[0] - 1e-9), math.floor(ends[1] + 1e-9)
-        if self.log and last <= first:
-            near = [digit * 10.0**power for power in range(first - 1, last + 2) for digit in (1, 2, 5)]
-            return [tick for tick in near if self.low <= tick <= self.high] or [self.low, self.high]
-        whole = range(first, last + 1, max(1, math.ceil((last - first + 1) / 8)))
-        return [10.0**power if self.log else float(power) for power in whole] or [self.low, self.high]
+        whole = range(math.floor(ends[0]), math.ceil(ends[1]) + 1)
+        for digits in ((1, 2, 5), (1,)):
+            steps = [digit * 10.0**power for power in whole for digit in digits] if self.log else map(float, whole)
+            ticks = [step for step in steps if self.low <= step <= self.high]
+            if len(ticks) <= _TICKS:
+                return ticks or [self.low, self.high]
+        return ticks[:: math.ceil(len(ticks) / _TICKS)]
 
 
 @dataclass(frozen=True)

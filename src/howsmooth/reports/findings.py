@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import ROUND_CEILING, ROUND_FLOOR
 from itertools import groupby, pairwise
@@ -11,18 +11,19 @@ from math import isfinite, log, sqrt
 from statistics import fmean, median
 from typing import Any
 
+from tokenizers.decoders import ByteLevel
+
 from howsmooth._util.common import rounded
 from howsmooth._util.guarantee import Guarantee
 from howsmooth._util.validation import validated
 from howsmooth.reports.growth import PowerLaw, fit_power_law, growth
-from howsmooth.reports.readable_tokens import readable
-from howsmooth.reports.scan_groups import KINDS, Cell, Group, Row, cell_of
+from howsmooth.reports.scan_groups import Cell, Group, Row, cell_of, kind_name
 
 _SLIGHT = 0.005
 """Shares this little outside of 0 … 1 count as 0 and 1."""
 _GROWTHS, _RESAMPLES = 100, 500
 _OF_VALUES = re.compile("the values (change|grow|fall)")
-PROVED = "howsmooth.three_path"
+_SPECIAL = ("[CLS]", "[SEP]", "[PAD]")
 
 
 @dataclass(frozen=True)
@@ -42,18 +43,11 @@ class Distance:
     count: int
 
 
-def main_kind(group: Group) -> str:
-    """The kind of map that the report begins with: heads where there are any."""
-    return group.kinds[0]
-
-
 @validated
 def group_headline(group: Group) -> str:
     """One sentence about the roughest cell at the longest length: its σ, and the cause where it was explained."""
-    what = main_kind(group)
-    cells = group.roughest(what)
+    cells, word = group.roughest(), kind_name(group.main_kind)
     worst = cells[0]
-    word = KINDS.get(what, what)
     among = f"is the roughest of {len(cells)} {word}s" if len(cells) > 1 else f"is the only {word} measured"
     compared = ""
     if len(cells) > 1 and (usual := median(row["value"] for row in cells)) > 0:
@@ -97,6 +91,28 @@ def token_name(group: Group, row: Row) -> str:
     return f"the token “{readable(tokens)[position].strip()}” at position {position}"
 
 
+def readable(tokens: Sequence[str]) -> list[str]:
+    """Each token with its leading space, so that joining them gives the text; a line break is shown as ↵.
+
+    WordPiece marks the continuation of a word (##), SentencePiece (▁) and byte-level BPE (Ġ) mark its beginning.
+
+    >>> "".join(readable(["[CLS]", "rab", "##bit", "hole"]))
+    '[CLS] rabbit hole'
+    >>> readable(["Alice", "âĢĻ", "s", "Ġcat", "Ċ"])
+    ['Alice', '’', 's', ' cat', '↵']
+    """
+    if any(token.startswith("##") or token in _SPECIAL for token in tokens):
+        words = [token[2:] if token.startswith("##") else f" {token}" for token in tokens]
+        words[0] = tokens[0].removeprefix("##")
+    elif any(token.startswith("▁") for token in tokens):
+        words = [token.replace("▁", " ") for token in tokens]
+    elif any(token[:1] in ("Ġ", "Ċ") for token in tokens):
+        words = [ByteLevel().decode([token]) for token in tokens]  # added tokens stay as they are
+    else:
+        words = list(tokens)
+    return [token.replace("\r", "").replace("\n", "↵") for token in words]
+
+
 def rounding_of(what: str) -> Guarantee:
     """The guarantee behind the rounding in cells of a kind: bounded in heads and blocks of attention, else measured.
 
@@ -119,14 +135,15 @@ def ends(row: Mapping[str, Any]) -> str:
 def place_of(row: Row) -> str:
     """A cell in words: "layer 2, head 7"."""
     what, layer, head = cell_of(row)
-    if what == "head":
-        return f"layer {layer}, head {head}"
-    word = KINDS.get(what, what)
+    word = kind_name(what)
     if layer is None:
         return f"the {word}"
-    return {"layer": f"layer {layer}", "prefix": f"the {word} to layer {layer}"}.get(
-        what, f"the {word} of layer {layer}"
-    )
+    known = {
+        "head": f"layer {layer}, head {head}",
+        "layer": f"layer {layer}",
+        "prefix": f"the {word} to layer {layer}",
+    }
+    return known.get(what, f"the {word} of layer {layer}")
 
 
 def growths(group: Group) -> dict[Cell, PowerLaw]:
@@ -186,20 +203,19 @@ def bound_distances(rows: Iterable[Row]) -> list[Distance]:
 def bounds_of(row: Row) -> dict[str, float]:
     """All upper bounds of a cell, the three-path bound among them."""
     proved = row.get("proved")
-    three_path = {} if proved is None or not isfinite(proved) else {PROVED: float(proved)}
+    three_path = {} if proved is None or not isfinite(proved) else {"howsmooth.three_path": float(proved)}
     return three_path | row["bounds"]
 
 
 def not_converged(group: Group) -> int:
     """Number of cells that did not reach the requested accuracy."""
-    return sum(row.get("converged") is False or row.get("converged") == 0 for row in group.rows)
+    return sum(row.get("converged") == 0 for row in group.rows)
 
 
 def gaps(group: Group) -> str:
     """One sentence about lengths with fewer cells than the length of the headline; empty without such lengths."""
-    what = main_kind(group)
-    counts = group.counts(what)
-    largest, word = max(counts.values()), KINDS.get(what, what)
+    counts = group.counts(group.main_kind)
+    largest, word = max(counts.values()), kind_name(group.main_kind)
     fewer = [f"n = {n} has {count} of {largest} {word}s" for n, count in counts.items() if count < largest]
     return f"Not every length is complete: {', '.join(fewer)}." if fewer else ""
 
@@ -220,23 +236,23 @@ def methods(group: Group) -> list[tuple[str, str]]:
     missed = not_converged(group)
     facts = [
         ("model", group.model),
-        ("weights, sha256", _all(group, "model_sha256")),
-        ("precision of the weights", group.precision or "not said"),
-        ("text", group.text or "not said"),
-        ("text, sha256", _all(group, "text_sha256")),
-        ("measured", ", ".join(f"{KINDS.get(kind, kind)}s" for kind in group.kinds)),
+        ("weights, sha256", _values(group, "model_sha256")),
+        ("precision of the weights", group.precision or "not stated"),
+        ("text", group.text or "not stated"),
+        ("text, sha256", _values(group, "text_sha256")),
+        ("measured", ", ".join(f"{kind_name(kind)}s" for kind in group.kinds)),
         ("layers", _ranges(row.get("layer") for row in group.rows)),
         ("lengths n", ", ".join(map(str, group.lengths))),
         ("gaps", gaps(group)),
         ("windows per length", _windows(group)),
         ("windows begin at", ", ".join(map(str, starts[:40])) + (" …" if len(starts) > 40 else "")),
-        ("relative accuracy asked for", _all(group, "rtol")),
-        ("seed of the solver", _all(group, "seed")),
-        ("arithmetic", _all(group, "dtype")),
-        ("confidence of each upper end", _all(group, "confidence")),
+        ("requested relative accuracy", _values(group, "rtol")),
+        ("seed of the solver", _values(group, "seed")),
+        ("arithmetic", _values(group, "dtype")),
+        ("confidence of each upper end", _values(group, "confidence")),
         ("cells", f"{total}, of which {total - missed} reached that accuracy"),
         ("time measured", f"{seconds:.1f} s"),
-        ("howsmooth", _all(group, "howsmooth")),
+        ("howsmooth", _values(group, "howsmooth")),
     ]
     listed = ("rtol", "seed", "confidence")
     facts += [(f"setting {name}", _written(value)) for name, value in group.settings.items() if name not in listed]
@@ -266,7 +282,7 @@ def _written(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _all(group: Group, name: str) -> str:
+def _values(group: Group, name: str) -> str:
     """The value that all rows share, or the first six of several."""
     values = dict.fromkeys(str(row[name]) for row in group.rows if row.get(name) is not None)
     return ", ".join(list(values)[:6]) + (f" and {len(values) - 6} more" if len(values) > 6 else "")

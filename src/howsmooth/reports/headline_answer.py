@@ -5,17 +5,16 @@ Numbers are relative conditions (`howsmooth.norms.local_constant`), which compar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import inf
 from statistics import median
 
 from markupsafe import Markup
 
 from howsmooth._util.display import render
 from howsmooth.reports.drawings import Axis
-from howsmooth.reports.findings import few_digits, main_kind, place_of, why
-from howsmooth.reports.scan_groups import KINDS, Group, Row
+from howsmooth.reports.findings import few_digits, place_of, why
+from howsmooth.reports.scan_groups import Group, Row, kind_name
 
 GAUGE = (
     "Why not σ alone? σ has the units of the tokens. Multiply the gain of a normalisation by 4 and divide the weights "
@@ -26,24 +25,16 @@ _PATHS = (
     "The value path carries changes of the values while the attention weights stay; the score path moves the weights."
 )
 _PARTS = {
-    "model": "the whole model",
-    "logits": "the whole model with its head",
-    "layer": "a layer",
-    "residual": "a residual block (attention with its normalisation and the stream around it)",
-    "attention": "an attention block",
-    "head": "an attention head",
+    "model": ("the whole model", "whole model", "whole models"),
+    "logits": ("the whole model with its head", "model, logits", "models, logits"),
+    "layer": ("a layer", "layer", "layers"),
+    "residual": ("a residual block", "residual block", "residual blocks"),
+    "attention": ("an attention block", "attention", "attention blocks"),
+    "head": ("an attention head", "head", "heads"),
 }
-"""Kinds of maps, from the whole to the heads → words of a sentence about the median one."""
-
-_NAMES = {
-    "model": ("whole model", "whole models"),
-    "logits": ("model, logits", "models, logits"),
-    "layer": ("layer", "layers"),
-    "residual": ("residual block", "residual blocks"),
-    "attention": ("attention", "attention blocks"),
-    "head": ("head", "heads"),
-}
-"""Kinds of maps → names in the picture, of one map and of several."""
+"""Kinds of maps, from the whole to the heads → words of a sentence about the median one; names in the picture of one
+map and of several.
+"""
 
 
 @dataclass(frozen=True)
@@ -59,9 +50,9 @@ class RelativeConditions:
 
     kind: str
     length: int
-    values: tuple[float, ...]
+    values: list[float]
     roughest: Row
-    reference: tuple[float, ...] = ()
+    reference: list[float]
 
     @property
     def middle(self) -> float:
@@ -76,29 +67,26 @@ class RelativeConditions:
     @property
     def name(self) -> str:
         """The number of cells and their kind."""
-        one, several = _NAMES[self.kind]
+        _, one, several = _PARTS[self.kind]
         return one if len(self.values) == 1 else f"{len(self.values)} {several}"
 
 
 def relative_conditions(group: Group) -> list[RelativeConditions]:
     """Every kind that has relative numbers, from the whole to the heads, at the length the headline is about."""
-    length = group.main_length(main_kind(group))
+    length = group.main_length()
     answered = []
     for kind in _PARTS:
-        rows = [row for row in group.roughest(kind, length) if _known(row)]
-        if not rows:
-            continue
-        beside = [] if group.reference is None else group.reference.roughest(kind, length)
-        compared = sorted(float(row["relative"]) for row in beside if _known(row))
-        values = sorted(float(row["relative"]) for row in rows)
-        roughest = max(rows, key=lambda row: float(row["relative"]))
-        answered.append(RelativeConditions(kind, length, tuple(values), roughest, tuple(compared)))
+        if rows := _rising(group, kind, length):
+            beside = [] if group.reference is None else _rising(group.reference, kind, length)
+            values, reference = ([float(row["relative"]) for row in some] for some in (rows, beside))
+            answered.append(RelativeConditions(kind, length, values, rows[-1], reference))
     return answered
 
 
-def _known(row: Row) -> bool:
-    relative = row.get("relative")
-    return relative is not None and isfinite(relative) and relative > 0
+def _rising(group: Group, kind: str, length: int) -> list[Row]:
+    """The cells of a kind that have a relative condition, the most sensitive last."""
+    known = [row for row in group.roughest(kind, length) if 0 < (row.get("relative") or 0.0) < inf]
+    return sorted(known, key=lambda row: row["relative"])
 
 
 def answer(group: Group) -> str:
@@ -107,7 +95,7 @@ def answer(group: Group) -> str:
     >>> from howsmooth.reports import groups
     >>> row = {"model": "m", "what": "head", "layer": 0, "head": 0, "length": 8, "value": 4.0, "relative": 2.5}
     >>> answer(groups([row])[0])
-    'If what enters changes by 1 %, what leaves an attention head of m can change by up to 2.5 %, at n = 8 tokens.'
+    'If the input changes by 1 %, the output of an attention head of m can change by up to 2.5 %, at n = 8 tokens.'
     """
     found = relative_conditions(group)
     kinds = {scale.kind for scale in found}
@@ -116,9 +104,9 @@ def answer(group: Group) -> str:
     if not known:
         return ""
     first, *rest = known
-    whole = f"{_PARTS[first.kind]} of {group.label}"
-    lead = f"If what enters changes by 1 %, what leaves {whole} can change by up to {_share(first)}"
-    more = [f"{_PARTS[scale.kind]} by {_share(scale)}" for scale in rest]
+    whole = f"{_PARTS[first.kind][0]} of {group.label}"
+    lead = f"If the input changes by 1 %, the output of {whole} can change by up to {_share(first)}"
+    more = [f"{_PARTS[scale.kind][0]} by {_share(scale)}" for scale in rest]
     return f"{'; '.join([lead, *more])}, at n = {first.length} tokens."
 
 
@@ -134,8 +122,7 @@ def cause(group: Group) -> str:
     """The cause of the sensitivity of the most sensitive head or block, where it was explained."""
     for scale in reversed(relative_conditions(group)):
         if reason := why(scale.roughest, group):
-            word = KINDS.get(scale.kind, scale.kind)
-            among = f", the most sensitive {word}," if len(scale.values) > 1 else ""
+            among = f", the most sensitive {kind_name(scale.kind)}," if len(scale.values) > 1 else ""
             return f"Why? In {place_of(scale.roughest)}{among} {reason[0].lower()}{reason[1:]} {_PATHS}"
     return ""
 
@@ -146,13 +133,13 @@ def compared(group: Group) -> str:
     with_reference = [scale for scale in known if scale.reference]
     if not known:
         return ""
-    plain = "A map that only scales or turns its input has 1 %; what is above comes from what the map is sensitive to."
+    plain = "A map that only scales or turns its input has 1 %; larger numbers come from the sensitivity of the map."
     if not with_reference:
         return f"{plain} Scan with --reference random to see the same architecture before training."
     words = []
     for scale in with_reference:
-        part, times = _PARTS[scale.kind].split(" (")[0], _times(scale.middle / scale.reference_middle)
-        words.append(f"{part} {times} ({few_digits(scale.reference_middle, 2)} %)")
+        times = _times(scale.middle / scale.reference_middle)
+        words.append(f"{_PARTS[scale.kind][0]} {times} ({few_digits(scale.reference_middle, 2)} %)")
     return f"Compared with the same architecture with random weights: {'; '.join(words)}. {plain}"
 
 
@@ -178,7 +165,7 @@ def picture(group: Group) -> Markup:
         "answer",
         label=f"Relative condition of {', '.join(scale.name for scale in known)} of {group.label}",
         scales=known,
-        ticks=_ticks(axis),
+        ticks=axis.ticks,
         across=lambda value: f"{136 + axis.share(value) * 304:.5g}",
         few_digits=few_digits,
     )
@@ -188,12 +175,5 @@ def picture(group: Group) -> Markup:
 def legend(group: Group) -> str:
     """The text below the picture."""
     beside = "; dashed: random weights" if any(scale.reference for scale in relative_conditions(group)) else ""
-    axis = "By how much what leaves can change, at most, when what enters changes by 1 % (logarithmic)."
+    axis = "Largest change of the output when the input changes by 1 % (logarithmic)."
     return f"{axis} Dots: each one; upright mark: their median{beside}."
-
-
-def _ticks(axis: Axis) -> Sequence[float]:
-    steps = [step * 10.0**power for power in range(-6, 12) for step in (1, 2, 5)]
-    inside = [step for step in steps if axis.low <= step <= axis.high]
-    whole = [step for step in inside if f"{step:e}".startswith("1.0")]
-    return inside if len(inside) <= 8 else whole

@@ -13,11 +13,11 @@ from typing import Any
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup, escape
 
-from howsmooth._util.common import write_whole
+from howsmooth._util.common import FORMATS, write_whole
 from howsmooth._util.display import render, visible, written_out
 from howsmooth._util.validation import validated
 from howsmooth.errors import InvalidInput
-from howsmooth.reports.findings import ends, gaps, group_headline, main_kind, place_of, why
+from howsmooth.reports.findings import ends, gaps, group_headline, place_of, why
 from howsmooth.reports.headline_answer import GAUGE, answer, cause, compared, legend, picture
 from howsmooth.reports.payload import group_data
 from howsmooth.reports.scan_groups import Group, Source, groups
@@ -58,6 +58,18 @@ def check_report_path(path: Path) -> None:
         raise InvalidInput(f"the folder of {path} does not exist: create it first.")
 
 
+def check_formats(formats: Sequence[str]) -> list[str]:
+    """The formats as file endings; raises `InvalidInput` for an unknown one.
+
+    >>> check_formats(["pdf", ".png"])
+    ['.pdf', '.png']
+    """
+    endings = ["." + kind.strip().lower().removeprefix(".") for kind in formats]
+    if wrong := [kind for kind in endings if kind not in FORMATS]:
+        raise InvalidInput(f"{wrong[0]!r} is no format for figures: choose from {', '.join(FORMATS)}.")
+    return endings
+
+
 def page(scanned: Sequence[Group], documentation: str | None = None) -> str:
     """The whole page as text."""
     links = theory_links(documentation or _documentation())
@@ -68,7 +80,7 @@ def page(scanned: Sequence[Group], documentation: str | None = None) -> str:
         headlines=[_headline(group) for group in scanned],
         gauge=GAUGE,
         glossary=links.pages.get("glossary"),
-        theory=[vars(entry) | {"address": links.pages.get(name)} for name, entry in THEORY.items()],
+        theory=[(links.pages.get(path), *entry) for path, entry in THEORY.items()],
         data=embedded(data),
     )
 
@@ -103,7 +115,7 @@ def _visible_escape(escape: re.Match[str]) -> str:
 
 def _headline(group: Group) -> dict[str, Markup]:
     """The first lines of a group: class of a paragraph, or part of the figure → its text."""
-    worst = group.roughest(main_kind(group))[0]
+    worst = group.roughest()[0]
     smooth, reason, sure = answer(group), why(worst, group), ends(worst)
     sure = f"σ of {place_of(worst)}: {sure}" if smooth and sure else sure
     words = {

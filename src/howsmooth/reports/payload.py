@@ -12,9 +12,16 @@ from typing import Any
 import numpy as np
 
 from howsmooth._util.common import rounded
-from howsmooth.reports.findings import bounds_of, group_headline, growth_sentences, growths, methods, rounding_of
-from howsmooth.reports.readable_tokens import readable
-from howsmooth.reports.scan_groups import KINDS, Group, Row
+from howsmooth.reports.findings import (
+    bounds_of,
+    group_headline,
+    growth_sentences,
+    growths,
+    methods,
+    readable,
+    rounding_of,
+)
+from howsmooth.reports.scan_groups import Group, Row, kind_name, place_of_row
 
 _DIGITS = 5
 _SHARE_CHARACTERS = 1_500_000
@@ -26,24 +33,16 @@ _ROWS = 16_000
 _FIRST_HEADS = 20
 """Number of the roughest heads whose shares come before all others."""
 _STEPS = 65535
-_NUMBERS: dict[str, str] = {
-    "value": ROUND_HALF_EVEN,
-    "lower": ROUND_FLOOR,
-    "upper": ROUND_CEILING,
-    **dict.fromkeys(
-        ("relative", "radius", "value_path", "score_path", "value_share", "sink", "entropy"), ROUND_HALF_EVEN
-    ),
-}
+_ENDS = {"lower": ROUND_FLOOR, "upper": ROUND_CEILING}
+_NUMBERS = ("value", *_ENDS, "relative", "radius", "value_path", "score_path", "value_share", "sink", "entropy")
 
 
 def group_data(scanned: Sequence[Group]) -> list[dict[str, Any]]:
     """One object per group, ready for JSON."""
     shown = [shown_rows(group, _ROWS // len(scanned)) for group in scanned]
     packed = [_pack(group, rows) for group, rows in zip(scanned, shown, strict=True)]
-    for number, chosen in enumerate(_chosen_shares(scanned, shown)):
-        several = getattr(scanned[number].energies, "several", None)
-        shares = {key: scanned[number].energies[key] for key in chosen} if several is None else several(chosen)
-        packed[number]["energies"] = {_name(key): pack_shares(share) for key, share in shares.items()}
+    for group, data, places in zip(scanned, packed, _chosen_shares(scanned, shown), strict=True):
+        data["energies"] = {_name(place): pack_shares(share) for place, share in group.energies.several(places).items()}
     return packed
 
 
@@ -51,7 +50,7 @@ def shown_rows(group: Group, count: int) -> list[Row]:
     """All rows, or this many of a large scan: of every cell at every length the roughest windows first."""
     if len(group.rows) <= count:
         return group.rows
-    main, ranks = group.main_length(group.kinds[0]), group.ranks
+    main, ranks = group.main_length(), group.ranks
     order = sorted(group.rows, key=lambda row: (ranks[id(row)], row["length"] != main, -row["value"]))
     chosen = {id(row) for row in order[:count]}
     return [row for row in group.rows if id(row) in chosen]
@@ -63,26 +62,21 @@ def _chosen_shares(scanned: Sequence[Group], shown: Sequence[Sequence[Row]]) -> 
     The roughest heads at every length come first, then all heads in their roughest window, long windows first, then
     their other windows. Shares that do not fit are skipped, and shorter ones may still fit.
     """
-    sets: dict[tuple[int, int, int], list[tuple[int, Row]]] = {}
-    for at, rows in enumerate(shown):
-        ranks = scanned[at].ranks
-        heads = [row for row in rows if row["what"] == "head" and _cell_key(row) in scanned[at].energies]
+    sets: dict[tuple[int, int, int], list[tuple[Any, ...]]] = {}
+    for at, (group, rows) in enumerate(zip(scanned, shown, strict=True)):
+        heads = [row for row in rows if row["what"] == "head" and place_of_row(row) in group.energies]
         for row in sorted(heads, key=lambda row: -row["value"]):
-            sets.setdefault((ranks[id(row)], -row["length"], at), []).append((at, row))
-    first = [rows[:_FIRST_HEADS] for key, rows in sorted(sets.items()) if key[0] == 0]
-    rest = [rows[_FIRST_HEADS:] if key[0] == 0 else rows for key, rows in sorted(sets.items())]
+            rank, length = group.ranks[id(row)], row["length"]
+            first = sets.setdefault((-1, -length, at), [])
+            several = sets.setdefault((rank, -length, at), []) if rank or len(first) == _FIRST_HEADS else first
+            several.append(place_of_row(row))
     room, chosen = _SHARE_CHARACTERS, [list[tuple[Any, ...]]() for _ in scanned]
-    for several in [*first, *rest]:
-        size = sum(4 * -(-2 * row["length"] // 3) for _, row in several)  # characters of base64, two bytes a token
+    for (_, length, at), places in sorted(sets.items()):
+        size = len(places) * 4 * -(2 * length // 3)  # characters of base64, two bytes a token
         if size <= room:
             room -= size
-            for at, row in several:
-                chosen[at].append(_cell_key(row))
+            chosen[at] += places
     return chosen
-
-
-def _cell_key(row: Row) -> tuple[Any, ...]:
-    return row.get("layer"), row.get("head"), row["length"], row["window"]
 
 
 def pack_shares(shares: Sequence[float]) -> str:
@@ -102,17 +96,18 @@ def _pack(group: Group, rows: Sequence[Row]) -> dict[str, Any]:
         name: [row.get(name) for row in rows]
         for name in ("what", "layer", "head", "length", "window", "sink_token", "window_start", "confidence")
     }
-    columns |= {name: [_digits(row.get(name), way) for row in rows] for name, way in _NUMBERS.items()}
-    columns["converged"] = [row.get("converged") in (None, True, 1) for row in rows]
+    for name in _NUMBERS:
+        columns[name] = [_digits(row.get(name), _ENDS.get(name, ROUND_HALF_EVEN)) for row in rows]
+    columns["converged"] = [row.get("converged") != 0 for row in rows]
     return {
         "model": group.model,
         "precision": group.precision,
         "label": group.label,
         "text": group.text,
         "headline": group_headline(group),
-        "kinds": {kind: KINDS.get(kind, kind) for kind in group.kinds},
+        "kinds": {kind: kind_name(kind) for kind in group.kinds},
         "rounding": {kind: rounding_of(kind).said() for kind in group.kinds},
-        "length": group.main_length(group.kinds[0]),
+        "length": group.main_length(),
         "columns": {name: _shortened(column) for name, column in columns.items()},
         "bounds": {name: [_digits(of_row.get(name), ROUND_CEILING) for of_row in bounds] for name in names},
         "growth": {
@@ -121,21 +116,19 @@ def _pack(group: Group, rows: Sequence[Row]) -> dict[str, Any]:
         },
         "laws": {_name(cell): sentence for cell, sentence in growth_sentences(group).items()},
         "tokens": {_name(window): readable(tokens) for window, tokens in _tokens(group, rows).items()},
-        "energies": {},
         "methods": methods(group) + _not_shown(group, rows),
     }
 
 
 def _tokens(group: Group, rows: Sequence[Row]) -> dict[tuple[Any, ...], list[str]]:
     """The tokens of the shown windows, windows with most rows first, up to the maximum."""
-    count = Counter((row["length"], row["window"]) for row in rows)
-    chosen, room = {}, _TOKENS
-    for window, _ in count.most_common():
-        tokens = group.tokens.get(window)
-        if tokens is not None and len(tokens) <= room:
-            chosen[window] = tokens
-            room -= len(tokens)
-    return {window: chosen[window] for window in group.tokens if window in chosen}
+    chosen, room = set(), _TOKENS
+    for window, _ in Counter(place_of_row(row)[2:] for row in rows).most_common():
+        size = len(group.tokens.get(window, ()))
+        if size <= room:
+            chosen.add(window)
+            room -= size
+    return {window: tokens for window, tokens in group.tokens.items() if window in chosen}
 
 
 def _not_shown(group: Group, rows: Sequence[Row]) -> list[tuple[str, str]]:

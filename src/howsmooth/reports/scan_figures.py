@@ -13,12 +13,21 @@ from matplotlib.ticker import MaxNLocator
 
 from howsmooth._util.common import FORMATS
 from howsmooth._util.validation import validated
-from howsmooth.reports.figure_formats import check_formats
-from howsmooth.reports.figures.head_figures import heads_heatmap
-from howsmooth.reports.figures.style import ACCENT, literal, new_figure, open_frame, plain_decades, save_figure
-from howsmooth.reports.findings import bound_distances, bounds_of, growths, main_kind, place_of
+from howsmooth.reports.figures.head_and_token_figures import heads_heatmap
+from howsmooth.reports.figures.style import (
+    ACCENT,
+    label_places,
+    literal,
+    new_figure,
+    open_frame,
+    plain_decades,
+    plain_legend,
+    save_figure,
+)
+from howsmooth.reports.findings import bound_distances, bounds_of, growths, place_of
 from howsmooth.reports.growth.laws import rounded_up
-from howsmooth.reports.scan_groups import KINDS, Group, Source, cell_of, groups
+from howsmooth.reports.page import check_formats
+from howsmooth.reports.scan_groups import Group, Source, cell_of, groups, kind_name
 
 _LONGEST_NAME, _LONGEST_TITLE = 60, 100
 _FARTHEST = 1e6
@@ -69,13 +78,12 @@ def heads_figure(group: Group) -> Figure | None:
 
 def scanned_growth(group: Group) -> Figure | None:
     """σ of all cells against n, and of the roughest one every value, its power law and its bounds."""
-    what = main_kind(group)
-    worst = group.roughest(what)[0]
+    worst = group.roughest()[0]
     fit = growths(group).get(cell_of(worst))
     if fit is None:
         return None
     figure, (ax,) = new_figure(1, 9.2, 4.8)
-    cells = {cell: rows for cell, rows in group.cells.items() if cell[0] == what}
+    cells = {cell: rows for cell, rows in group.cells.items() if cell[0] == group.main_kind}
     rows = cells.pop(cell_of(worst))
     for others in cells.values():
         ax.plot(*_largest((row["length"], row["value"]) for row in others), color="0.85", linewidth=0.8, zorder=1)
@@ -89,18 +97,18 @@ def scanned_growth(group: Group) -> Figure | None:
     doubt = "" if fit.error is None else f" \\pm {rounded_up(fit.error)}"
     label = f"{literal(place_of(worst))}: ${fit.factor:.3g}\\,n^{{{fit.exponent:.2f}{doubt}}}$"
     ax.plot(lengths, [fit.at(n) for n in lengths], color=ACCENT, linewidth=2, label=label, zorder=3)
-    ax.set(xscale="log", yscale="log", xlabel="number of tokens n", ylabel=_SIGMA, title=_titled(group))
-    ax.set_xticks(lengths, labels=list(map(str, lengths)))
+    ax.set(yscale="log", xlabel="number of tokens n", ylabel=_SIGMA, title=_titled(group))
+    label_places(ax, lengths)
     ax.minorticks_off()
     ax.yaxis.set_major_formatter("{x:g}")
     open_frame(ax)
-    ax.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    plain_legend(ax, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return figure
 
 
 def distances_figure(group: Group) -> Figure | None:
     """Bound / σ over all cells at the longest length: range and median; bounds far beyond are only named."""
-    rows = group.roughest(main_kind(group))
+    rows = group.roughest()
     distances = bound_distances(rows)
     near = [one for one in reversed(distances) if one.middle < _FARTHEST]
     if not near:
@@ -123,20 +131,20 @@ def distances_figure(group: Group) -> Figure | None:
 
 def layers_figure(group: Group) -> Figure | None:
     """σ of blocks and layers by depth at the longest length."""
-    n = group.main_length(main_kind(group))
+    n = group.main_length()
     figure, (ax,) = new_figure(1, 7.2, 4.6)
     for kind in group.kinds:
         rows = group.roughest(kind, n)
         points = sorted((row["layer"], row["value"]) for row in rows if row["layer"] is not None and row["value"] > 0)
         if points and kind not in ("head", "model", "logits"):
-            ax.plot(*zip(*points, strict=True), "o-", label=literal(KINDS.get(kind, kind)), markersize=4)
+            ax.plot(*zip(*points, strict=True), "o-", label=literal(kind_name(kind)), markersize=4)
     if not ax.lines:
         return None
     plain_decades(ax)
     ax.set(xlabel="layer", ylabel=_SIGMA, title=f"{_titled(group)}, n = {n}")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     open_frame(ax)
-    ax.legend(frameon=False, fontsize=8)
+    plain_legend(ax)
     return figure
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
@@ -61,9 +61,9 @@ class Group:
     precision: str
     text: str
     rows: list[Row]
-    tokens: dict[tuple[Any, ...], list[str]] = field(default_factory=dict)
-    energies: Any = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)
+    tokens: dict[tuple[Any, ...], list[str]]
+    energies: Shares
+    settings: dict[str, Any]
     reference: Group | None = None
 
     @property
@@ -81,6 +81,11 @@ class Group:
         """Kinds of maps that were measured, heads first, then from the block to the model."""
         measured = {row["what"] for row in self.rows}
         return [kind for kind in KINDS if kind in measured] + sorted(measured - KINDS.keys())
+
+    @property
+    def main_kind(self) -> str:
+        """The kind of map that a report begins with: heads where there are any."""
+        return self.kinds[0]
 
     @cached_property
     def _grouped(self) -> dict[tuple[str, int], dict[Cell, list[Row]]]:
@@ -109,28 +114,41 @@ class Group:
         """Number of measured cells of a kind at each length."""
         return {n: len(self._grouped.get((what, n), ())) for n in self.lengths}
 
-    def main_length(self, what: str) -> int:
-        """The longest length with the most cells of a kind: a scan may have stopped within a longer one."""
-        counts = self.counts(what)
+    def main_length(self, what: str | None = None) -> int:
+        """The longest length with the most cells of a kind (by default the main one): a scan may have stopped within a
+        longer one.
+        """
+        counts = self.counts(what or self.main_kind)
         return max(n for n in counts if counts[n] == max(counts.values()))
 
-    def roughest(self, what: str, length: int | None = None) -> list[Row]:
-        """One row per cell at a length (by default the main one): of its windows the roughest. Roughest cell first.
+    def roughest(self, what: str | None = None, length: int | None = None) -> list[Row]:
+        """One row per cell of a kind at a length (by default the main ones): of its windows the roughest. Roughest cell
+        first.
 
         >>> rows = [{"model": "m", "what": "head", "layer": 0, "head": 0, "length": 8, "value": v} for v in (1.0, 2.0)]
         >>> [row["value"] for row in groups(rows)[0].roughest("head")]
         [2.0]
         """
         length = self.main_length(what) if length is None else length
-        return [rows[0] for rows in self._grouped.get((what, length), {}).values()]
+        return [rows[0] for rows in self._grouped.get((what or self.main_kind, length), {}).values()]
 
 
 Source = ScanLike | Iterable[Mapping[str, Any]] | Sequence[Group] | str | PathLike[str]
 
 
+def kind_name(kind: str) -> str:
+    """A kind of map in words."""
+    return KINDS.get(kind, kind)
+
+
 def cell_of(row: Mapping[str, Any]) -> Cell:
     """The map of a row, without its length and window."""
     return row["what"], row.get("layer"), row.get("head")
+
+
+def place_of_row(row: Row) -> tuple[Any, ...]:
+    """Layer, head, length and window of a row."""
+    return row.get("layer"), row.get("head"), row["length"], row["window"]
 
 
 @validated
@@ -150,29 +168,27 @@ def groups(source: Source) -> list[Group]:
     given = scan.rows if hasattr(scan, "rows") else scan
     if not isinstance(given, Iterable):
         raise InvalidInput(f"a report is made from a store, a scan or rows, got {shown(source)}.")
+    rows = [row for row in map(_row, given) if math.isfinite(row["value"])]
+    settings, tokens = (getattr(scan, name, None) or {} for name in ("settings", "tokens"))
+    shares = getattr(scan, "energies", None) or {
+        (*_names_of(row)[0], *place_of_row(row)): row["input_energy"]
+        for row in rows
+        if row.get("input_energy") is not None
+    }
     grouped: dict[tuple[Any, ...], Group] = {}
-    settings = dict(getattr(scan, "settings", None) or {})
-    texts, beside = getattr(scan, "tokens", None) or {}, getattr(scan, "energies", None) or {}
-    for raw in given:
-        row = _row(raw)
-        if not math.isfinite(row["value"]):
-            continue
+    for row in rows:
         about = tuple(row.get(name) for name in ("model", "model_sha256", "precision", "text_sha256", "rtol"))
-        window = (row["length"], row["window"])
-        cell: tuple[Any, ...] = (row.get("layer"), row.get("head"), *window)
-        shares = row.pop("input_energy", None)
-        shares = list(shares) if isinstance(shares, tuple) else shares  # keys of a scan are tuples
         if about not in grouped:
             named = (row["model"], row.get("precision") or "", row.get("text") or "")
-            grouped[about] = Group(*named, rows=[], energies=Shares({}, partial(_fetched, beside)), settings=settings)
-        group = grouped[about]
+            grouped[about] = Group(*named, [], {}, Shares({}, partial(_fetched, shares)), dict(settings))
+        group, place = grouped[about], place_of_row(row)
+        window = place[2:]
         group.rows.append(row)
-        if row["what"] == "head":
-            shares = _key(beside, row, cell) if shares is None else shares
-            if shares is not None:
-                group.energies.keys_of[cell] = shares
-        if window not in group.tokens and (key := _key(texts, row, window)) is not None:
-            group.tokens[window] = json.loads(texts[key]) if isinstance(texts[key], str) else list(texts[key])
+        for names in _names_of(row):
+            if row["what"] == "head" and (*names, *place) in shares:
+                group.energies.keys_of.setdefault(place, (*names, *place))
+            if window not in group.tokens and (*names, *window) in tokens:
+                group.tokens[window] = list(tokens[*names, *window])
     return _not_empty(_with_references(list(grouped.values())))
 
 
@@ -206,9 +222,8 @@ def _row(raw: Mapping[str, Any]) -> Row:
     if missing:
         raise InvalidInput(f"a row of the scan lacks {missing[0]!r}: reports are made from rows of `howsmooth scan`.")
     bounds = raw.get("bounds")
-    plain = isinstance(raw, dict) and "window" in raw and "input_energy" not in raw
-    if plain and isinstance(bounds, dict) and all(map(_number, bounds.values())):
-        return raw  # type: ignore[return-value]  # as it is: a copy of every row of a large scan would not fit
+    if isinstance(raw, dict) and "window" in raw and isinstance(bounds, dict) and all(map(_number, bounds.values())):
+        return raw  # as it is: a copy of every row of a large scan would not fit
     row = {"window": 0} | dict(raw)
     bounds = json.loads(bounds) if isinstance(bounds, str) else bounds or {}
     row["bounds"] = {name: float(value) for name, value in bounds.items() if _number(value)}
@@ -225,17 +240,13 @@ def _number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _key(table: Mapping[Any, Any], row: Row, cell: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """The key under which a scan stores tokens or shares: model, text and cell, or model and cell of its only text."""
-    keys = (row["model"], row.get("text_sha256"), *cell), (row["model"], *cell)
-    return next((key for key in keys if key in table), None)
+def _names_of(row: Row) -> tuple[tuple[Any, ...], ...]:
+    """Beginnings of the keys under which a scan stores tokens and shares: model and text, or model with one text."""
+    return (row["model"], row.get("text_sha256")), (row["model"],)
 
 
-def _fetched(table: Mapping[Any, Any], wanted: Sequence[Any]) -> Iterator[list[float]]:
-    """Shares that came with their rows, and shares that a scan stores under a key of its own, in one read."""
-    keys = [key for _, key in wanted if isinstance(key, tuple)]
+def _fetched(table: Mapping[Any, Any], wanted: Sequence[Any]) -> list[list[float]]:
+    """The shares of pairs of a cell and its key, in one read where the scan offers it."""
     several = getattr(table, "several", None)
-    stored = {key: table[key] for key in keys} if several is None else several(keys)
-    for _, key in wanted:
-        shares = stored[key] if isinstance(key, tuple) else key
-        yield json.loads(shares) if isinstance(shares, str) else list(shares)
+    stored = table if several is None else several([key for _, key in wanted])
+    return [stored[key] for _, key in wanted]

@@ -14,8 +14,19 @@ from rich.text import Text
 
 from howsmooth._util.common import printable, rounded
 from howsmooth._util.validation import validated
-from howsmooth.reports import findings
-from howsmooth.reports.findings import few_digits, group_headline, main_kind
+from howsmooth.reports.findings import (
+    bound_distances,
+    ends,
+    few_digits,
+    gaps,
+    group_headline,
+    growths,
+    not_converged,
+    path_shares,
+    percent,
+    place_of,
+    token_name,
+)
 from howsmooth.reports.growth.laws import PowerLaw
 from howsmooth.reports.scan_groups import Cell, Group, Source, cell_of, groups
 
@@ -36,7 +47,7 @@ def summary(source: Source) -> RenderableType:
 
 
 def _of_group(group: Group) -> list[RenderableType]:
-    rows, fits = group.roughest(main_kind(group)), findings.growths(group)
+    rows, fits = group.roughest(), growths(group)
     on = f", {group.text}" if group.text else ""
     parts: list[RenderableType] = [
         _shown(f"{group.label}{on}", "dim"),
@@ -44,18 +55,18 @@ def _of_group(group: Group) -> list[RenderableType]:
         _roughest(group, rows[:_ROUGHEST], fits),
     ]
     if any(row.get("value_share") is not None for row in rows):
-        parts.append(Text("value / score: what goes through the values and the scores of σ, in its worst direction"))
-    powers = [fit.exponent for cell, fit in fits.items() if cell[0] == main_kind(group)]
+        parts.append(Text("value / score: shares of σ through the values and the scores, in its worst direction"))
+    powers = [fit.exponent for cell, fit in fits.items() if cell[0] == group.main_kind]
     if powers:
         parts.append(Text(f"growth: median n^{median(powers):.2f}, from n^{min(powers):.2f} to n^{max(powers):.2f}"))
-    for distance in findings.bound_distances(rows):
+    for distance in bound_distances(rows):
         median_ratio, largest = (rounded(ratio, ROUND_CEILING, 3) for ratio in (distance.middle, distance.largest))
         parts.append(_shown(f"{distance.name} / σ: median {median_ratio}, at most {largest}"))
-    if missing := findings.gaps(group):
+    if missing := gaps(group):
         parts.append(Text(missing, style="bold"))
     for measured, of in ((group, ""), (group.reference, " of the random weights")):
-        if measured is not None and (missed := findings.not_converged(measured)):
-            note = f"{missed} of {len(measured.rows)} cells{of} did not reach the accuracy asked for."
+        if measured is not None and (missed := not_converged(measured)):
+            note = f"{missed} of {len(measured.rows)} cells{of} did not reach the requested accuracy."
             parts.append(Text(note, style="bold"))
     return [*parts, Text("")]
 
@@ -74,10 +85,10 @@ def _roughest(group: Group, rows: list[dict], fits: Mapping[Cell, PowerLaw]) -> 
         shown.add_column("sink, attention on it")
     for row in rows:
         share, fit = row.get("value_share"), fits.get(cell_of(row))
-        cells = [findings.place_of(row), few_digits(row["value"], 4), findings.ends(row)]
-        cells += ["" if share is None else findings.path_shares(share), "" if fit is None else str(fit)]
+        cells = [place_of(row), few_digits(row["value"], 4), ends(row)]
+        cells += ["" if share is None else path_shares(share), "" if fit is None else str(fit)]
         if explained:
-            name = findings.token_name(group, row).removeprefix("the token ").replace("at position ", "")
-            cells.append("" if row.get("sink") is None else f"{name}, {findings.percent(row['sink'] / row['length'])}")
+            name = token_name(group, row).removeprefix("the token ").replace("at position ", "")
+            cells.append("" if row.get("sink") is None else f"{name}, {percent(row['sink'] / row['length'])}")
         shown.add_row(*map(_shown, cells))
     return shown

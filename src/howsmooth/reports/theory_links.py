@@ -7,25 +7,16 @@ from dataclasses import dataclass
 
 from howsmooth.bounds.catalogue import CATALOGUE, SCOPES
 
-
-@dataclass(frozen=True)
-class Page:
-    """A page of the documentation and its subject."""
-
-    name: str
-    about: str
-
-
 THEORY = {
-    "glossary": Page("Glossary", "every word of this page in one paragraph"),
-    "measuring": Page("Measuring", "what σ is, and what its lower and upper ends promise"),
-    "theory/three-path": Page("The three-path bound", "the proved bound at one input, called three-path here"),
-    "theory/dot-product": Page("Dot-product attention", "growth like √n on bounded sets, and lower bounds"),
-    "theory/mean-field": Page("Mean field", "measures instead of sequences: bounds that do not grow with n"),
-    "theory/l2-attention": Page("L2 attention", "the attention that is Lipschitz everywhere"),
-    "theory/other-attentions": Page("Other attentions", "sigmoid, cosine, normalised queries and keys"),
-    "theory/composition": Page("Composition", "residuals, MLPs, normalisation and whole stacks"),
-    "theory/errata": Page("Errata", "printed forms that are false, each with a counter-example"),
+    "glossary": ("Glossary", "every word of this page in one paragraph"),
+    "measuring": ("Measuring", "what σ is, and what its lower and upper ends promise"),
+    "theory/three-path": ("The three-path bound", "the proved bound at one input, called three-path here"),
+    "theory/dot-product": ("Dot-product attention", "growth like √n on bounded sets, and lower bounds"),
+    "theory/mean-field": ("Mean field", "measures instead of sequences: bounds that do not grow with n"),
+    "theory/l2-attention": ("L2 attention", "the attention that is Lipschitz everywhere"),
+    "theory/other-attentions": ("Other attentions", "sigmoid, cosine, normalised queries and keys"),
+    "theory/composition": ("Composition", "residuals, MLPs, normalisation and whole stacks"),
+    "theory/errata": ("Errata", "printed forms that are false, each with a counter-example"),
 }
 """Path of a page of the documentation → its name and subject."""
 

@@ -179,8 +179,8 @@ class Sandwich(Sequence[SandwichCell]):
         return pd.DataFrame([row | {"over": row["over"]["set"]} for row in self.to_dict()])
 
     def figure(self) -> Figure:
-        """L ≤ Lip ≤ U against n and against the size of the set; see `howsmooth.reports.figures.sandwich_curves`."""
-        from howsmooth.reports.figures.sandwich_curves import sandwich_figure
+        """L ≤ Lip ≤ U against n and against the size of the set; see `howsmooth.reports.figures.bound_curves`."""
+        from howsmooth.reports.figures.bound_curves import sandwich_figure
 
         return sandwich_figure(self)
 

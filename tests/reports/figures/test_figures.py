@@ -18,7 +18,7 @@ from howsmooth.reports.figures import (
     save_figure,
     token_energies,
 )
-from howsmooth.reports.figures.token_figures import chosen_labels
+from howsmooth.reports.figures.head_and_token_figures import chosen_labels
 
 
 def test_heatmap_frames_the_largest_value() -> None:

@@ -118,7 +118,7 @@ function story(group, row) {
     el("p", { class: "quiet", text: ends.filter(Boolean).join(", ") }),
     row.relative === null || row.relative === undefined ? null : el("p", {}, el("strong", { text: `relative ${written(row.relative, "near", 3)}` }), `: if its input changes by 1 %, its output can change by ${written(row.relative, "near", 3)} %.`),
   ].filter(Boolean);
-  if (!row.converged) shown.push(el("p", { class: "quiet", text: "Did not reach the accuracy asked for: only the ends are sure." }));
+  if (!row.converged) shown.push(el("p", { class: "quiet", text: "Did not reach the requested accuracy: only the ends are sure." }));
   if (row.value_share !== null) {
     const against = row.value_share > 1.005 || row.value_share < -0.005;
     shown.push(

@@ -3,29 +3,15 @@
 `style` has the shared look and writes files; the other modules each draw one result. No pyplot, no global state.
 
 >>> import torch
+>>> from howsmooth.reports.figures import head_bars
 >>> figure = head_bars(torch.tensor([1.0, 2.0]), torch.tensor([0.9, 1.9]), torch.tensor([1.1, 2.1]))
 >>> figure.axes[0].get_xlabel()
 'head'
 """
 
-# ruff: noqa: E402  (a missing matplotlib is reported before a module imports it)
+import lazy_loader
+
 from howsmooth._util.optional_deps import require
 
 require(("matplotlib",), "a picture")
-
-from howsmooth.reports.figures.bound_curves import bounds_against_n
-from howsmooth.reports.figures.growth_curve import growth_figure
-from howsmooth.reports.figures.head_figures import head_bars, heads_heatmap
-from howsmooth.reports.figures.style import new_figure, save_figure
-from howsmooth.reports.figures.token_figures import influence_map, token_energies
-
-__all__ = [
-    "bounds_against_n",
-    "growth_figure",
-    "head_bars",
-    "heads_heatmap",
-    "influence_map",
-    "new_figure",
-    "save_figure",
-    "token_energies",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

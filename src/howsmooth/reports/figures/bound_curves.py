@@ -1,16 +1,19 @@
-"""All bounds against the number of tokens, in one picture."""
+"""Bounds in pictures: all of them against the number of tokens; and L ≤ Lip ≤ U, against n and the size of the set."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from torch import Tensor, nn
 
 from howsmooth._util.validation import validated
@@ -19,7 +22,8 @@ from howsmooth.bounds.catalogue import SCOPES, get
 from howsmooth.bounds.own.token_set_bounds import crossover
 from howsmooth.bounds.question_setting import Setting, setting
 from howsmooth.errors import InvalidInput
-from howsmooth.reports.figures.style import axes, light_grid
+from howsmooth.reports.figures.style import axes, label_places, light_grid, new_figure, plain_legend
+from howsmooth.search.sandwich_search import SandwichCell
 from howsmooth.sets import Around, Point
 from howsmooth.sets.ellipsoid import Ellipsoid
 from howsmooth.sets.near_sets import Over
@@ -29,9 +33,11 @@ _DECADES = 6
 _MEASURED = 512
 """Maximum number of random tokens that are measured."""
 _GAP = 0.045
+_LEGEND, _LABELLED = 10, 8
+"""Maximum number of bands in the legend, and of labelled ticks."""
 Label = tuple[str, tuple[float, float] | None, Any]
-_STYLES = {"upper": "-", "lower": "--", "measured": "o-"}
-_WORDS = {"upper": "upper bound", "lower": "lower bound", "measured": "estimate"}
+_KINDS = {"upper": ("-", "upper bound"), "lower": ("--", "lower bound"), "measured": ("o-", "estimate")}
+"""Kind of a curve → style of its line, and its name in the legend."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +45,12 @@ class Curve:
     """A bound, or measured values, at several n."""
 
     kind: str
-    points: tuple[tuple[float, float], ...] = ()
+    points: tuple[tuple[float, float], ...]
 
     @property
     def end(self) -> tuple[float, float]:
-        """The point at the largest n; (0, 0) without points."""
-        return self.points[-1] if self.points else (0.0, 0.0)
+        """The point at the largest n."""
+        return self.points[-1]
 
 
 @validated
@@ -78,13 +84,11 @@ def bounds_against_n(
     crossings = _crossovers(where, places[-1])
     if x is None:  # the bend of the unified bound is drawn where it is
         places = sorted({*places, *(round(n) for n in crossings if places[0] < n < places[-1])})
-    tables = [_at(where, n, seed) for n in places]
-    curves = _curves(tables, places)
-    seen = "the first n tokens of the input" if x is not None else "random tokens of the set"
-    if x is None:
-        curves["measured"] = _at_random(where, places, seed)
+    curves = _curves({n: _at(where, n, seed) for n in places})
+    if x is None and (points := _at_random(where, places, seed)):
+        curves["measured"] = Curve("measured", points)
     figure, ax = axes(ax, 9.6, 5.6)
-    _draw(ax, curves, seen)
+    _draw(ax, curves, "random tokens of the set" if x is None else "the first n tokens of the input")
     ax.set(
         xlabel="number of tokens n",
         ylabel="Lipschitz constant in the 2-norm, output per input",
@@ -114,19 +118,18 @@ def _at(where: Setting, n: int, seed: int) -> Table:
     return table(where.attention, over=near, norm=2, seed=seed)
 
 
-def _curves(tables: Sequence[Table], places: Sequence[int]) -> dict[str, Curve]:
+def _curves(tables: Mapping[int, Table]) -> dict[str, Curve]:
     """Name → its curve; bounds that agree everywhere share one, since one line would hide the other."""
-    curves: dict[str, Curve] = {}
-    for n, rows in zip(places, tables, strict=True):
+    points: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for n, rows in tables.items():
         for row in rows:
             near = row.kind != "measured" and row.scope in ("point", "neighbourhood")
             name = f"{row.name} ({SCOPES[row.scope]})" if near else row.name
-            if row.value > 0:  # what logarithmic axes can show
-                points = curves.get(name, Curve(row.kind)).points
-                curves[name] = Curve(row.kind, (*points, (n, row.value)))
+            if row.value > 0:  # logarithmic axes show no other
+                points.setdefault((row.kind, name), []).append((n, row.value))
     names: dict[Curve, list[str]] = {}
-    for name, curve in curves.items():
-        names.setdefault(curve, []).append(name)
+    for (kind, name), values in points.items():
+        names.setdefault(Curve(kind, tuple(values)), []).append(name)
     return {" = ".join(sorted(same)): curve for curve, same in names.items()}
 
 
@@ -137,12 +140,12 @@ def boundary_tokens(tokens: Ellipsoid, seed: int) -> Tensor:
     return tokens.at(z / z.norm(dim=-1, keepdim=True))
 
 
-def _at_random(where: Setting, places: Sequence[int], seed: int) -> Curve:
+def _at_random(where: Setting, places: Sequence[int], seed: int) -> tuple[tuple[float, float], ...]:
     """σ at random tokens on the boundary of the set, at lengths up to their number."""
     assert where.tokens is not None
     x = boundary_tokens(where.tokens, seed)
-    measured = {n: measurements_at(replace(where, x=x[:n]), [2], seed=seed)[2] for n in places if n <= len(x)}
-    return Curve("measured", tuple((n, float(m)) for n, m in measured.items() if float(m) > 0))
+    measured = {n: float(measurements_at(replace(where, x=x[:n]), [2], seed=seed)[2]) for n in places if n <= len(x)}
+    return tuple(point for point in measured.items() if point[1] > 0)
 
 
 def _draw(ax: Axes, curves: dict[str, Curve], seen: str) -> None:
@@ -151,17 +154,18 @@ def _draw(ax: Axes, curves: dict[str, Curve], seen: str) -> None:
     labels: list[Label] = []
     for number, (name, curve) in enumerate(sorted(curves.items(), key=lambda item: (item[1].end[1], item[0]))):
         colour = "black" if curve.kind == "measured" else colours(number % colours.N)
-        if curve.points and curve.end[1] > smallest * 10**_DECADES:
+        if curve.end[1] > smallest * 10**_DECADES:
             labels.append((f"↑ {name}: {_power(curve.end[1])}", None, colour))
-        elif curve.points:
-            ax.plot(*zip(*curve.points, strict=True), _STYLES[curve.kind], color=colour, linewidth=1.6, markersize=4)
+        else:
+            style, _ = _KINDS[curve.kind]
+            ax.plot(*zip(*curve.points, strict=True), style, color=colour, linewidth=1.6, markersize=4)
             labels.append((f"{name}: {seen}" if curve.kind == "measured" else name, curve.end, colour))
     ax.set(xscale="log", yscale="log")
     light_grid(ax)
-    for kind, style in _STYLES.items():
-        if any(curve.kind == kind and curve.points for curve in curves.values()):
-            ax.plot([], [], style, color="black", markersize=4, label=_WORDS[kind])
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.11), ncols=3, frameon=False, fontsize=8.5)
+    for kind, (style, word) in _KINDS.items():
+        if any(curve.kind == kind for curve in curves.values()):
+            ax.plot([], [], style, color="black", markersize=4, label=word)
+    plain_legend(ax, loc="upper center", bbox_to_anchor=(0.5, -0.11), ncols=3)
     _label_ends(ax, labels)
 
 
@@ -218,3 +222,63 @@ def _mark_crossover(ax: Axes, at: Sequence[float]) -> None:
 
 def _power(value: float) -> str:
     return "> 1e308" if math.isinf(value) else f"1e{math.floor(math.log10(value))}"
+
+
+def sandwich_figure(cells: Sequence[SandwichCell]) -> Figure:
+    """Both ends on logarithmic axes, a shaded band between them: the constant lies in the band.
+
+    The left panel is against n, with a band for each set; the right one against R or ε, with a band for each n. A panel
+    whose axis would have a single point is omitted. Upper ends that overflow are not drawn.
+
+    >>> import torch, howsmooth as hs
+    >>> from howsmooth.search import sandwich
+    >>> head = hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2))
+    >>> figure = sandwich_figure(sandwich(head, [2, 4], over=[hs.sets.Ball(1.0), hs.sets.Ball(2.0)], starts=1, steps=5))
+    >>> [ax.get_xlabel() for ax in figure.axes]
+    ['number of tokens n', 'radius R of the tokens']
+    """
+    if not cells:
+        raise InvalidInput("there is nothing to draw: no search has ended yet.")
+    near = cells[0].centre is not None
+    lengths, sizes = {cell.n for cell in cells}, {cell.size for cell in cells} - {None}
+    panels = {}
+    if len(lengths) > 1 or len(sizes) < 2:
+        panels["n"] = "number of tokens n"
+    if len(sizes) > 1:
+        panels["size"] = "distance ε that tokens may move" if near else "radius R of the tokens"
+    figure, axes = new_figure(len(panels), 6.8, 5.2)
+    norm = "2" if cells[0].witness.norm == 2 else "∞"
+    for ax, (attribute, label) in zip(axes, panels.items(), strict=True):
+        _draw_bands(ax, cells, attribute)
+        ax.set(xlabel=label, ylabel=f"Lipschitz constant in the {norm}-norm, output per input")
+    figure.suptitle("L ≤ Lip ≤ U: the worst input found, and the best theorem known", fontsize=11)
+    return figure
+
+
+def _draw_bands(ax: Axes, cells: Sequence[SandwichCell], attribute: str) -> None:
+    """Bands against n, one for each set; or against the size of the set, one for each n."""
+    x_of = attrgetter(attribute)
+    groups: dict[str, list[SandwichCell]] = {}
+    for cell in cells:
+        groups.setdefault(str(cell.over) if attribute == "n" else f"n = {cell.n}", []).append(cell)
+    colours = colormaps["viridis"]
+    legend: list[Any] = []
+    for number, (name, members) in enumerate(groups.items()):
+        colour = colours(0.9 * number / max(1, len(groups) - 1))
+        members = sorted((cell for cell in members if cell.lower > 0), key=x_of)
+        bounded = [cell for cell in members if cell.upper is not None and not cell.upper.vacuous]
+        ax.plot([x_of(cell) for cell in members], [cell.lower for cell in members], "o--", color=colour, markersize=4)
+        highs = [cell.upper.value for cell in bounded if cell.upper is not None]
+        at = [x_of(cell) for cell in bounded]
+        ax.plot(at, highs, "-" if len(at) > 1 else "_", color=colour, linewidth=1.6)
+        ax.fill_between(at, [cell.lower for cell in bounded], highs, color=colour, alpha=0.12, linewidth=0)
+        if number < _LEGEND:
+            legend.append(Patch(color=colour, label=name))
+    ax.set(xscale="log", yscale="log")
+    places = sorted({x_of(cell) for cell in cells})
+    if len(places) <= _LABELLED:
+        label_places(ax, places)
+    light_grid(ax)
+    legend.append(Line2D([], [], color="black", linestyle="-", label="U: upper bound, a theorem"))
+    legend.append(Line2D([], [], color="black", linestyle="--", marker="o", markersize=4, label="L: reached (witness)"))
+    plain_legend(ax, handles=legend, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)

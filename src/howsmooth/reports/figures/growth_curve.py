@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
 
 from howsmooth._util.validation import validated
-from howsmooth.reports.figures.style import ACCENT, BLUE, axes, light_grid, plain_decades
+from howsmooth.reports.figures.style import ACCENT, BLUE, axes, label_places, light_grid, plain_decades, plain_legend
 from howsmooth.reports.growth import Growth
 
 _SLOPES = {"$n^{1/4}$": 1 / 4, "$n^{1/2}$": 1 / 2}
@@ -79,10 +78,7 @@ def _draw_plateau(ax: Axes, law: Growth, n: np.ndarray) -> None:
 
 
 def _dress(ax: Axes, law: Growth) -> None:
-    ax.set_xscale("log")
     plain_decades(ax)
-    shown = law.lengths[:: -(-len(law.lengths) // _TICKS)]
-    ax.set_xticks(shown, labels=[f"{n:g}" for n in shown])
-    ax.xaxis.set_minor_locator(NullLocator())
+    label_places(ax, law.lengths[:: -(-len(law.lengths) // _TICKS)])
     light_grid(ax)
-    ax.legend(frameon=False, fontsize=8.5, loc="upper left")
+    plain_legend(ax, loc="upper left")

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colorbar import Colorbar
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter
+from matplotlib.ticker import LogFormatter, NullLocator
 from torch import Tensor
 
 from howsmooth._util.common import check_figure_path, printable, write_whole
@@ -73,6 +76,38 @@ def axes(ax: Axes | None, width: float, height: float) -> tuple[Figure, Axes]:
 def open_frame(ax: Axes) -> None:
     """No lines above and to the right of the data."""
     ax.spines[["top", "right"]].set_visible(False)
+
+
+def plain_legend(ax: Axes, **options: Any) -> None:
+    """A legend in small letters, without a frame."""
+    ax.legend(frameon=False, fontsize=8, **options)
+
+
+def cell_map(
+    ax: Axes, data: np.ndarray, text: Callable[[float], str], dark: np.ndarray, quantity: str, **colours: Any
+) -> Colorbar:
+    """A coloured cell for every layer (row) and head (column), its number in black where ``dark``, else in white.
+
+    Cells without a number stay empty. Returns the scale of the colours.
+    """
+    image = ax.imshow(data, aspect="auto", **colours)
+    for (row, column), value in np.ndenumerate(data):
+        if np.isfinite(value):
+            colour = "black" if dark[row, column] else "white"
+            ax.text(column, row, text(value), ha="center", va="center", color=colour, fontsize=8)
+    ax.set_xticks(range(data.shape[1]))
+    ax.set_yticks(range(data.shape[0]))
+    ax.set(xlabel="head", ylabel="layer")
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    return figure.colorbar(image, ax=ax, label=quantity, fraction=0.046, pad=0.02)
+
+
+def label_places(ax: Axes, places: Sequence[float]) -> None:
+    """A logarithmic axis x with a tick at these places, and at no others."""
+    ax.set_xscale("log")
+    ax.set_xticks(places, labels=[f"{place:g}" for place in places])
+    ax.xaxis.set_minor_locator(NullLocator())
 
 
 def light_grid(ax: Axes) -> None:

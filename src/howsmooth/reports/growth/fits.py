@@ -4,8 +4,14 @@ r"""Growth of values with the number of tokens: an exponent with its interval, a
 the geometric means of every length, each weighted by its number of inputs; with the same inputs at every length, α is
 also the mean of the exponents of the single inputs.
 
-**Interval.** By bootstrap over inputs: see `howsmooth.reports.growth.bootstrap`. Values without spread have none; their
-interval comes from the regression, from how far the points are from the line, and says so.
+**Interval.** By bootstrap over inputs: at every length as many inputs are drawn as there are, with replacement, and the
+line is fitted anew. m inputs understate their own spread, so that deviations from the mean are first multiplied by
+√(m/(m−1)), and percentiles are stretched about the estimate by the ratio of Student's quantile to the normal one (as in
+Hesterberg 2015, *What teachers should know about the bootstrap*). Inputs are drawn at every length independently, or
+together when they are paired: input k is then the same text at every length, and what makes it rougher at all lengths
+does not disturb the exponent. Without pairing, the interval of such data is too wide rather than too narrow. Values
+without spread have no bootstrap; their interval comes from the regression, from how far the points are from the line,
+and says so.
 
 **Laws** are compared in `howsmooth.reports.growth.laws`. All statements are about the measured lengths and no others.
 """
@@ -14,19 +20,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import stdtrit
+from scipy.special import ndtri, stdtrit
 from torch import Tensor
 
 from howsmooth._util.common import rounded
 from howsmooth._util.display import card
 from howsmooth._util.validation import Probability, validated
 from howsmooth.errors import InvalidInput
-from howsmooth.reports.growth.bootstrap import freedom_of_exponent, resampled_means, student_ratio, tails
 from howsmooth.reports.growth.laws import (
     ROUNDING,
     STRONG,
@@ -40,6 +45,8 @@ from howsmooth.reports.growth.laws import (
 )
 
 Numbers = NDArray[np.float64]
+_AT_ONCE = 2**20
+"""Number of values that are drawn at once."""
 _WORDS = {"constant": "a constant", "power": "a free power", "plateau": "growth that ends in a plateau"}
 
 
@@ -61,13 +68,11 @@ class Plateau:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Growth:
-    """Growth of values with n; `growth` makes it.
+class Growth(PowerLaw):
+    """Growth of values with n: the fitted power law, and how sure it is; `growth` makes it.
 
     Attributes:
-        law: the fitted power law, value ≈ c·n^α.
         interval: of the exponent; None with two points, whose spread cannot be measured.
-        method: source of the interval, "bootstrap" or "regression"; None without one.
         confidence: of the intervals.
         laws: all laws compared, the likeliest first.
         verdict: name of the law that the data single out, or None.
@@ -76,9 +81,7 @@ class Growth:
         paired: whether value k belongs to the same input at every length.
     """
 
-    law: PowerLaw
     interval: tuple[float, float] | None
-    method: Literal["bootstrap", "regression"] | None
     confidence: float
     laws: tuple[Law, ...]
     verdict: str | None
@@ -86,28 +89,21 @@ class Growth:
     lengths: tuple[float, ...]
     values: tuple[Numbers, ...]
     paired: bool
-    draws: Numbers | None = field(default=None)
+    draws: Numbers | None
     """Exponents and logarithms of the factor of the bootstrap, ``(resamples, 2)``, stretched like the interval."""
 
-    @property
-    def exponent(self) -> float:
-        """α of value ≈ c·n^α."""
-        return self.law.exponent
+    __eq__, __hash__ = object.__eq__, object.__hash__  # results with the same exponent may differ in the rest
 
     @property
-    def factor(self) -> float:
-        """c of value ≈ c·n^α."""
-        return self.law.factor
-
-    def at(self, n: float) -> float:
-        """The fitted power law at n."""
-        return self.law.at(n)
+    def method(self) -> Literal["bootstrap", "regression"] | None:
+        """Source of the interval; None without one."""
+        return None if self.interval is None else "regression" if self.draws is None else "bootstrap"
 
     def band(self, n: float) -> tuple[float, float] | None:
         """Interval of the fitted power law at n, from the same source as that of the exponent."""
         x = math.log(n)
         if self.draws is not None:
-            low, high = np.quantile(self.draws @ [x, 1.0], tails(self.confidence))
+            low, high = np.quantile(self.draws @ [x, 1.0], _tails(self.confidence))
             return math.exp(low), math.exp(high)
         if self.interval is None:
             return None
@@ -119,11 +115,32 @@ class Growth:
     @property
     def sentence(self) -> str:
         """The finding in one sentence."""
-        return _sentence(self)
+        first, last = self.lengths[0], self.lengths[-1]
+        low, high = self.interval or (self.exponent, self.exponent)
+        way = "change" if low <= 0 <= high else "grow" if low > 0 else "fall"
+        trend = f"Over n = {first:g} … {last:g} the values {way} like n^{self.exponent:.2f} ({_doubt(self)})"
+        standing = [_WORDS.get(law.name, law.name) for law in _standing(self.laws)]
+        if self.plateau is not None:
+            return f"{trend}, but a plateau describes them better, with strong evidence: {self._plateau_in_words()}."
+        if self.verdict == "power":
+            return f"{trend}; that describes them better than a constant, log n, n^1/4 and n^1/2, with strong evidence."
+        if self.verdict is not None:
+            against = "with strong evidence against the others" if len(standing) == 1 else "with no need of a freer law"
+            return f"{trend}; {standing[0]} describes them best of the laws compared, {against}."
+        if not standing:
+            return f"{trend}; they are too few to compare laws."
+        return f"{trend}; they cannot tell {', '.join(standing[:-1])} and {standing[-1]} apart."
+
+    def _plateau_in_words(self) -> str:
+        assert self.plateau is not None
+        plateau, sure = self.plateau, ""
+        if plateau.interval is not None:
+            sure = f" ({100 * self.confidence:g} % interval {plateau.interval[0]:.0f} to {plateau.interval[1]:.0f})"
+        lead = f"growth like n^{plateau.exponent:.2f} up to about n = {plateau.start:.0f}{sure}"
+        return f"{lead}, and {rounded(plateau.level, digits=3)} beyond"
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the data and the resamples, ready for JSON."""
-        plateau, laws = self.plateau, self.laws
         return {
             "exponent": self.exponent,
             "interval": self.interval and list(self.interval),
@@ -131,8 +148,14 @@ class Growth:
             "confidence": self.confidence,
             "factor": self.factor,
             "verdict": self.verdict,
-            "laws": {law.name: {"log_likelihood": _finite(law.log_likelihood), "weight": law.weight} for law in laws},
-            "plateau": None if plateau is None else vars(plateau),
+            "laws": {
+                law.name: {
+                    "log_likelihood": law.log_likelihood if math.isfinite(law.log_likelihood) else None,
+                    "weight": law.weight,
+                }
+                for law in self.laws
+            },
+            "plateau": None if self.plateau is None else vars(self.plateau),
             "lengths": list(self.lengths),
             "inputs": [len(row) for row in self.values],
             "paired": self.paired,
@@ -140,7 +163,8 @@ class Growth:
         }
 
     def __repr__(self) -> str:
-        return f"n^{self.exponent:.2f}" + (f" ({_ends(self, ' … ')})" if self.interval else "")
+        ends = "" if self.interval is None else " ({:.2f} … {:.2f})".format(*self.interval)
+        return f"n^{self.exponent:.2f}{ends}"
 
     def __str__(self) -> str:
         return self.sentence
@@ -192,24 +216,24 @@ def growth(
     points = np.repeat(x, [len(row) for row in rows])
     law = fit_power_law(np.exp(points).tolist(), np.exp(np.concatenate(rows)).tolist())
     assert law is not None
-    means = resampled_means(rows, paired, resamples, seed) if min(map(len, rows)) > 1 else None
+    means = _resampled_means(rows, paired, resamples, seed) if min(map(len, rows)) > 1 else None
     interval, draws = None, None
-    method: Literal["bootstrap", "regression"] | None = None
     if means is not None:
         line = fit_line(sample.x, means, sample.counts)
         centre = np.array([law.exponent, math.log(law.factor)])
-        freedom = len(rows[0]) - 1 if paired else freedom_of_exponent(sample.x, rows)
-        draws = centre + student_ratio(freedom, confidence) * (np.stack([line.slope, line.intercept], -1) - centre)
-        low, high = np.quantile(draws[:, 0], tails(confidence))
-        interval, method = (float(low), float(high)), "bootstrap"
+        freedom = len(rows[0]) - 1 if paired else _freedom_of_exponent(sample.x, rows)
+        draws = centre + _student_ratio(freedom, confidence) * (np.stack([line.slope, line.intercept], -1) - centre)
+        low, high = np.quantile(draws[:, 0], _tails(confidence))
+        interval = float(low), float(high)
     elif law.error is not None:
         reach = law.error * float(stdtrit(law.points - 2, (1 + confidence) / 2))
-        interval, method = (law.exponent - reach, law.exponent + reach), "regression"
+        interval = law.exponent - reach, law.exponent + reach
     laws = compare_laws(sample)
     verdict = _verdict(laws)
     plateau = _plateau(sample, means, confidence, min(map(len, rows)) - 1) if verdict == "plateau" else None
     data = tuple(np.exp(row) for row in rows)
-    return Growth(law, interval, method, confidence, laws, verdict, plateau, tuple(by_length), data, paired, draws)
+    fitted = law.exponent, law.error, law.factor, law.points
+    return Growth(*fitted, interval, confidence, laws, verdict, plateau, tuple(by_length), data, paired, draws)
 
 
 def _read(values: Any, lengths: Any) -> dict[float, Numbers]:
@@ -254,20 +278,62 @@ def _sample(x: Numbers, rows: Sequence[Numbers], paired: bool) -> Sample:
     return Sample(x, means, counts, float(sum((row**2).sum() for row in rest)), points)
 
 
+def _resampled_means(rows: Sequence[Numbers], paired: bool, resamples: int, seed: int) -> Numbers:
+    """The mean at every length, ``(resamples, lengths)``, with inputs drawn anew; each row has two values or more.
+
+    >>> drawn = _resampled_means([np.array([0.0, 2.0]), np.array([5.0, 5.0])], False, 1000, seed=0)
+    >>> drawn.shape, round(float(drawn[:, 0].var()), 1), float(drawn[:, 1].var())  # s²/m = 1
+    ((1000, 2), 1.0, 0.0)
+    """
+    random = np.random.default_rng(seed)
+    wide = [math.sqrt(len(row) / (len(row) - 1)) * (row - row.mean()) for row in rows]
+    together = [np.stack(wide)] if paired else [row[None] for row in wide]
+    columns = []
+    for block in together:
+        size, means = block.shape[1], []
+        step = max(1, _AT_ONCE // block.size)
+        for start in range(0, resamples, step):
+            drawn = random.integers(size, size=(min(step, resamples - start), size))
+            means.append(block[:, drawn].mean(-1).T)
+        columns.append(np.concatenate(means))
+    return np.array([row.mean() for row in rows]) + np.concatenate(columns, axis=1)
+
+
+def _freedom_of_exponent(x: Numbers, rows: Sequence[Numbers]) -> float:
+    """Degrees of freedom of the slope's error, each length with a spread of its own (Satterthwaite 1946)."""
+    counts = np.array([len(row) for row in rows])
+    pull = (x - (counts * x).sum() / counts.sum()) ** 2
+    parts = pull * counts * np.array([row.var(ddof=1) for row in rows])
+    return float(parts.sum() ** 2 / (parts**2 / (counts - 1)).sum()) if parts.any() else float((counts - 1).sum())
+
+
+def _student_ratio(freedom: float, confidence: float) -> float:
+    """The ratio of Student's quantile to the normal one.
+
+    >>> round(_student_ratio(9, 0.95), 3)
+    1.154
+    """
+    upper = _tails(confidence)[1]
+    return float(stdtrit(freedom, upper) / ndtri(upper))
+
+
+def _tails(confidence: float) -> list[float]:
+    """The two probabilities that leave so much between them."""
+    return [(1 - confidence) / 2, (1 + confidence) / 2]
+
+
 def _plateau(sample: Sample, means: Numbers | None, confidence: float, freedom: int) -> Plateau:
     """The break and its bootstrap interval, stretched about the estimate like that of the exponent.
 
     The lengths beside the break decide where it lies, so that the freedom is that of one length, not of all.
     """
     bend = fit_break(sample.x, sample.means, sample.counts)
-    assert bend is not None
     interval = None
     if means is not None:
         again = fit_break(sample.x, means, sample.counts)
-        assert again is not None
         start = float(bend.start)
-        moved = student_ratio(freedom, confidence) * (again.start - start)
-        low, high = np.exp(np.quantile(start + moved, tails(confidence)))
+        moved = _student_ratio(freedom, confidence) * (again.start - start)
+        low, high = np.exp(np.quantile(start + moved, _tails(confidence)))
         interval = float(low), float(high)
     level = math.exp(float(bend.intercept + bend.slope * bend.start))
     return Plateau(math.exp(float(bend.start)), interval, float(bend.slope), level)
@@ -284,45 +350,14 @@ def _verdict(laws: Sequence[Law]) -> str | None:
     return laws[0].name if laws and not rivals else None
 
 
-def _sentence(growth: Growth) -> str:
-    first, last = growth.lengths[0], growth.lengths[-1]
-    low, high = growth.interval or (growth.exponent, growth.exponent)
-    way = "change" if low <= 0 <= high else "grow" if low > 0 else "fall"
-    trend = f"Over n = {first:g} … {last:g} the values {way} like n^{growth.exponent:.2f} ({_doubt(growth)})"
-    standing = [_WORDS.get(law.name, law.name) for law in _standing(growth.laws)]
-    if growth.plateau is not None:
-        plateau, sure = growth.plateau, ""
-        if plateau.interval is not None:
-            sure = f" ({100 * growth.confidence:g} % interval {plateau.interval[0]:.0f} to {plateau.interval[1]:.0f})"
-        return (
-            f"{trend}, but a plateau describes them better, with strong evidence: growth like n^{plateau.exponent:.2f} "
-            f"up to about n = {plateau.start:.0f}{sure}, and {rounded(plateau.level, digits=3)} beyond."
-        )
-    if growth.verdict == "power":
-        return f"{trend}; that describes them better than a constant, log n, n^1/4 and n^1/2, with strong evidence."
-    if growth.verdict is not None:
-        against = "with strong evidence against the others" if len(standing) == 1 else "with no need of a freer law"
-        return f"{trend}; {standing[0]} describes them best of the laws compared, {against}."
-    if not standing:
-        return f"{trend}; they are too few to compare laws."
-    return f"{trend}; they cannot tell {', '.join(standing[:-1])} and {standing[-1]} apart."
-
-
 def _doubt(growth: Growth) -> str:
     if growth.interval is None:
         return "two values, so no interval"
-    sure = f"{100 * growth.confidence:g} % interval {_ends(growth, ' to ')}"
+    low, high = growth.interval
+    sure = f"{100 * growth.confidence:g} % interval {low:.2f} to {high:.2f}"
     if growth.method == "regression":
         few = "no spread of inputs" if all(len(row) == 1 for row in growth.values) else "a single input at some length"
         return f"{sure} from the regression: {few} to resample"
     counts = sorted({len(row) for row in growth.values})
     many = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     return f"{sure} by bootstrap over {many} {'paired ' if growth.paired else ''}inputs at each length"
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None
-
-
-def _ends(growth: Growth, between: str) -> str:
-    return between.join(f"{end:.2f}" for end in growth.interval or ())

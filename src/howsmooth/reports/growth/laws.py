@@ -25,7 +25,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -58,7 +58,7 @@ class PowerLaw:
     exponent: float
     error: float | None
     factor: float
-    points: int = 0
+    points: int
 
     def at(self, n: float) -> float:
         """The fitted value at n."""
@@ -99,11 +99,12 @@ def fit_power_law(lengths: Sequence[float], values: Sequence[float]) -> PowerLaw
 
 
 class Line(NamedTuple):
-    """y = intercept + slope·x through weighted points; every field has the leading axes of y."""
+    """y = intercept + slope·min(x, start) through weighted points; every field has the leading axes of y."""
 
     slope: np.ndarray
     intercept: np.ndarray
     squares: np.ndarray
+    start: Any = math.inf
 
 
 def fit_line(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> Line:
@@ -117,30 +118,18 @@ def fit_line(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> Line:
     return Line(slope, intercept, (weights * residuals**2).sum(-1))
 
 
-class Break(NamedTuple):
-    """y = intercept + slope·min(x, start); every field has the leading axes of y."""
-
-    slope: np.ndarray
-    intercept: np.ndarray
-    start: np.ndarray
-    squares: np.ndarray
-
-
-def fit_break(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> Break | None:
+def fit_break(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> Line:
     """The broken line with the least squares, exactly, among those with two lengths at or before the break and two at
-    or after it; None with fewer than four lengths.
+    or after it, of four lengths or more.
 
     Between neighbours x_k and x_{k+1} the best broken line is the best line on the left with the mean on the right
     where these meet in between, and otherwise has its break at one of the lengths. Lines that do not rise have no
     plateau and infinite squares. ``x`` is sorted; ``y`` may have leading axes.
     """
-    if len(x) < 4:
-        return None
     breaks = []
     for k in range(1, len(x) - 1):
         bent = fit_line(np.minimum(x, x[k]), y, weights)
-        squares = np.where(bent.slope > 0, bent.squares, np.inf)
-        breaks.append(Break(bent.slope, bent.intercept, np.full_like(bent.slope, x[k]), squares))
+        breaks.append(bent._replace(start=x[k], squares=np.where(bent.slope > 0, bent.squares, np.inf)))
     for k in range(2, len(x) - 1):
         left, right = slice(None, k), slice(k, None)
         rise = fit_line(x[left], y[..., left], weights[left])
@@ -149,13 +138,13 @@ def fit_break(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> Break | None
         with np.errstate(divide="ignore", invalid="ignore"):
             meeting = (level - rise.intercept) / rise.slope
         inside = (rise.slope > 0) & (meeting >= x[k - 1]) & (meeting <= x[k])
-        breaks.append(Break(rise.slope, rise.intercept, meeting, np.where(inside, rise.squares + flat, np.inf)))
+        breaks.append(rise._replace(start=meeting, squares=np.where(inside, rise.squares + flat, np.inf)))
     return reduce(_better, breaks)
 
 
-def _better(one: Break, other: Break) -> Break:
+def _better(one: Line, other: Line) -> Line:
     wins = other.squares < one.squares
-    return Break(*(np.where(wins, b, a) for a, b in zip(one, other, strict=True)))
+    return Line(*(np.where(wins, b, a) for a, b in zip(one, other, strict=True)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,9 +202,8 @@ def compare_laws(sample: Sample) -> tuple[Law, ...]:
     """
     fits = {name: (2, sample.squares(shape(sample.x))) for name, shape in _SHAPES.items()}
     fits["power"] = 3, sample.within + float(fit_line(sample.x, sample.means, sample.counts).squares)
-    bend = fit_break(sample.x, sample.means, sample.counts)
-    if bend is not None:
-        fits["plateau"] = 4, sample.within + float(bend.squares)
+    if len(sample.x) >= 4:
+        fits["plateau"] = 4, sample.within + float(fit_break(sample.x, sample.means, sample.counts).squares)
     n = sample.points
     rows = []
     for name, (parameters, squares) in fits.items():

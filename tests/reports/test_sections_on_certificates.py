@@ -15,7 +15,7 @@ from howsmooth._util.common import rounded
 from howsmooth.certificates.ball.radius_sweep import SHARES, Ladder, ladder, ladder_radii
 from howsmooth.errors import InvalidInput
 from howsmooth.reports import report as write_report
-from howsmooth.reports.certificate_section import certificates_section, write_certificates
+from howsmooth.reports.sections import certificates_section, write_certificates
 from tests.reports.browsing import visit
 
 ROW = {"model": "m", "what": "head", "layer": 0, "head": 0, "length": 8, "value": 1.0}

@@ -1,4 +1,4 @@
-"""Tokens of an input: the influence of each on each, and their shares of the worst perturbation."""
+"""Heads as a map of colours or as bars; tokens with the influence of each on each, and their shares of a vector."""
 
 from __future__ import annotations
 
@@ -9,15 +9,65 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from howsmooth._util.common import printable
-from howsmooth._util.validation import validated
+from howsmooth._util.validation import check_tensor, validated
 from howsmooth.errors import InvalidInput
-from howsmooth.reports.figures.style import BLUE, CRIMSON, array, axes, open_frame
+from howsmooth.reports.figures.style import BLUE, CRIMSON, array, axes, cell_map, open_frame, plain_legend
 
 _LABELS = 40
 _DECADES = 1e-3
+
+
+@validated
+def heads_heatmap(
+    values: Tensor,
+    *,
+    layers: Sequence[str] | None = None,
+    quantity: str = "local Lipschitz constant σ_max(J), output per input (estimate)",
+    title: str = "How rough is each head?",
+    ax: Axes | None = None,
+) -> Figure:
+    """One cell per layer and head, ``values`` being (layers, heads); the largest one is framed.
+
+    >>> import torch
+    >>> figure = heads_heatmap(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    >>> [text.get_text() for text in figure.axes[0].texts]
+    ['1.0', '2.0', '3.0', '4.0']
+    """
+    data = array(check_tensor(values, "values", dims=(2,)))
+    figure, ax = axes(ax, 6.8, 1.6 + 0.55 * len(data))
+    cell_map(ax, data, _short, data > data.max() / 2, quantity, cmap="viridis", vmin=0.0)
+    row, column = np.unravel_index(int(data.argmax()), data.shape)
+    ax.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, edgecolor=CRIMSON, linewidth=2.2))
+    ax.set_yticks(range(len(data)), labels=layers)
+    ax.set_title(title)
+    return figure
+
+
+@validated
+def head_bars(
+    value: Tensor,
+    lower: Tensor,
+    upper: Tensor,
+    *,
+    quantity: str = "‖J‖₂",
+    title: str = "Local Lipschitz constant of each head",
+    ax: Axes | None = None,
+) -> Figure:
+    """One bar per head at its estimate, with a line from its lower to its upper bound."""
+    data, low, high = _vectors("value, lower and upper hold one number for each head", value, lower, upper)
+    figure, ax = axes(ax, 6.4, 4.6)
+    colours = [CRIMSON if i == data.argmax() else BLUE for i in range(len(data))]
+    reach = np.where(np.isfinite(high), high - data, 0.0)
+    ax.bar(range(len(data)), data, color=colours)
+    ax.errorbar(range(len(data)), data, yerr=[data - low, reach], fmt="none", ecolor="black", capsize=3, linewidth=1)
+    ax.set_xticks(range(len(data)) if len(data) <= _LABELS else np.arange(0, len(data), len(data) // 20))
+    ax.set(xlabel="head", ylabel=f"{quantity}: estimate, and its bounds as a line", title=title)
+    open_frame(ax)
+    return figure
 
 
 @validated
@@ -56,10 +106,7 @@ def token_energies(
     ax: Axes | None = None,
 ) -> Figure:
     """Shares of the top singular vectors per token: input upwards, output downwards; each adds up to one."""
-    if input_energy.dim() != 1 or input_energy.shape != output_energy.shape:
-        shapes = f"{tuple(input_energy.shape)} and {tuple(output_energy.shape)}"
-        raise InvalidInput(f"both energies hold one number for each token, got shapes {shapes}.")
-    came, went = array(input_energy), array(output_energy)
+    came, went = _vectors("both energies hold one number for each token", input_energy, output_energy)
     figure, ax = axes(ax, 7.2, 4.6)
     token = np.arange(len(came))
     ax.fill_between(token, 0, came, step="mid", color=CRIMSON, label="input: share of the top right singular vector")
@@ -69,8 +116,15 @@ def token_energies(
     ax.yaxis.set_major_formatter(lambda value, _: f"{100 * abs(value):.3g} %")
     ax.set(xlabel="token", ylabel="share of the energy", title=title)
     open_frame(ax)
-    ax.legend(fontsize=8, frameon=False)
+    plain_legend(ax)
     return figure
+
+
+def _vectors(rule: str, *tensors: Tensor) -> list[np.ndarray]:
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    if len(shapes[0]) != 1 or len(set(shapes)) > 1:
+        raise InvalidInput(f"{rule}, got shapes {', '.join(map(str, shapes))}.")
+    return list(map(array, tensors))
 
 
 def chosen_labels(weight: np.ndarray, count: int = _LABELS) -> list[int]:
@@ -98,3 +152,8 @@ def _label_tokens(ax: Axes, axis: str, weight: np.ndarray, tokens: Sequence[str]
         ax.set_xticks(places, rotation=90, **options)
     else:
         ax.set_yticks(places, **options)
+
+
+def _short(value: float) -> str:
+    style = ".3g" if value < 0.1 else ".2f" if value < 1 else ".1f" if value < 100 else ".0f"
+    return f"{value:{style}}"

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from howsmooth.errors import InvalidInput
-from howsmooth.reports import quantisation_section
 from howsmooth.reports import report as write_report
-from howsmooth.reports.quantisation_section import rounding_section, write_rounding
+from howsmooth.reports import sections
+from howsmooth.reports.findings import few_digits
+from howsmooth.reports.sections import rounding_section, write_rounding
 from howsmooth.rounding import Quantisation, quantise
 from howsmooth.rounding.allocation import frontier
 from tests.reports.browsing import visit
@@ -31,20 +32,17 @@ def test_every_head_is_a_cell_that_says_its_number(found: Quantisation) -> None:
     assert page.count("<rect") == 3 * 3 * 2 * 4
     for row in found.rows():
         place = f"layer {row['layer']}, head {row['head']}, {row['what']}s in {row['format']}"
-        assert f"{place}: KL {quantisation_section._short(row['kl'])}<" in page
+        assert f"{place}: KL {few_digits(row['kl'])}<" in page
     assert page.count("<details open>") == 1  # the coarsest format
 
 
 def test_tables_say_what_the_library_found(found: Quantisation) -> None:
     page = rounding_section(found, "")
     for row in found.totals():
-        assert (
-            f"<td>{quantisation_section._short(row['kl'])}</td><td>{quantisation_section._short(row['kl_error'])}</td>"
-            in page
-        )
+        assert f"<td>{few_digits(row['kl'])}</td><td>{few_digits(row['kl_error'])}</td>" in page
     for check in found.checks:
         assert f"<td>{check.name}</td>" in page
-        assert f"<td>{quantisation_section._short(check.mean)}</td>" in page
+        assert f"<td>{few_digits(check.mean)}</td>" in page
     assert page.count("<tr><td>") == 6 + 4 + 3
 
 
@@ -53,8 +51,8 @@ def test_without_a_budget_nothing_is_chosen(found: Quantisation) -> None:
 
 
 def test_formats_without_room_are_named(found: Quantisation, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantisation_section, "_CELLS", 2 * 24)
-    monkeypatch.setattr(quantisation_section, "_POINTS", 10)
+    monkeypatch.setattr(sections, "_CELLS", 2 * 24)
+    monkeypatch.setattr(sections, "_POINTS", 10)
     page = rounding_section(found, "")
     assert page.count("<rect") == 2 * 24
     assert "too large: int8." in page
