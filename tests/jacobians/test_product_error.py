@@ -9,9 +9,9 @@ from torch import Tensor
 import howsmooth as hs
 from evidence import offsets
 from howsmooth.jacobians import attention_jacobian, attention_operator, tiles
-from howsmooth.jacobians.evaluation_point import EvaluationPoint
+from howsmooth.jacobians.attention_operator import TokenBlocks
 from howsmooth.jacobians.product_error import PathErrors
-from howsmooth.jacobians.token_blocks import TokenBlocks
+from howsmooth.jacobians.softmax_products import EvaluationPoint
 from howsmooth.numerics.spectral_norms import spectral_bound as spectral
 from howsmooth.testing import by_columns, by_rows
 from howsmooth.testing import dense_jacobian as autograd_jacobian

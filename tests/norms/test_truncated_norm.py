@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from howsmooth.jacobians.dropped_tiles.truncated import Truncated
 from howsmooth.jacobians.operator import MatrixOperator
+from howsmooth.jacobians.truncated_operator import Truncated
 from howsmooth.norms import golub_kahan, operator_norm
 from howsmooth.norms.truncated_norm import Deflated, _Near, deflated_norm
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth._util.validation import check_positive
-from howsmooth.attention.logit_terms import Terms
-from howsmooth.attention.masks import LogitBias, Maps, softmax
+from howsmooth.attention.masks import LogitBias, Maps, Terms, softmax
 from howsmooth.attention.stages import Chain, TokenStage
 from howsmooth.errors import InvalidInput
 

@@ -1,17 +1,17 @@
-"""Dot-product attention with everything today's transformers put into it."""
+"""Dot-product attention with everything today's transformers put into it, and its cosine and sigmoid variants."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from howsmooth._util.validation import Seed, check_weights, validated
+from howsmooth._util.validation import Seed, check_number, check_weights, validated
 from howsmooth.attention.attention_map import AttentionMap, check_heads
-from howsmooth.attention.logit_terms import as_mask
-from howsmooth.attention.masks import LogitBias
+from howsmooth.attention.masks import LogitBias, Maps, Sight, as_mask
 from howsmooth.attention.positions import Rotary
 from howsmooth.attention.stages import Scale, TokenStage, UnitNorm
 from howsmooth.errors import InvalidInput
@@ -162,3 +162,64 @@ def _norms(qk_norm: QKNorm, width: int) -> tuple[TokenStage, TokenStage]:
     if isinstance(qk_norm, tuple) and len(qk_norm) == 2:
         return qk_norm
     raise InvalidInput(f"qk_norm is 'rms', 'l2' or a pair of stages, got {qk_norm!r}.")
+
+
+class CosineAttention(SelfAttention):
+    """ν·softmax(τ q̂ k̂ᵀ) v̂ with t̂ = t/√(|t|² + ε) (LipsFormer, Qi et al. 2023).
+
+    Args:
+        temperature: τ. value_scale: ν. eps: ε.
+        normalize_values: False gives the cosine attention of Swin v2, for which the published bound does not hold.
+
+    Takes the other arguments of `SelfAttention`, except ``scale`` and ``qk_norm``.
+    """
+
+    kind = "cosine"
+
+    @validated
+    def __init__(
+        self,
+        *weights: Tensor | None,
+        temperature: float = 1.0,
+        value_scale: float = 1.0,
+        eps: float = 1e-6,
+        normalize_values: bool = True,
+        **options: object,
+    ):
+        if "scale" in options or "qk_norm" in options:
+            raise InvalidInput("cosine attention has a temperature and its own norms: leave out scale and qk_norm.")
+        norms = (UnitNorm(eps), UnitNorm(eps))
+        super().__init__(*weights, qk_norm=norms, scale=temperature, **options)  # type: ignore[arg-type]
+        self.temperature, self.value_scale, self.eps = temperature, value_scale, eps
+        self.normalize_values = normalize_values
+        self.value_stages.append(UnitNorm(eps, length=value_scale) if normalize_values else Scale(value_scale))
+
+
+class _Shift(LogitBias):
+    """The same constant on every logit; None means −ln n, which makes rows of weights sum to about one."""
+
+    sight: Sight = "full"
+    keeps_self = True
+
+    def __init__(self, value: float | None):
+        super().__init__()
+        self.value = None if value is None else check_number(value, "the shift of sigmoid logits")
+
+    def block(self, rows: slice, cols: slice, maps: Maps) -> Tensor:
+        value = -math.log(maps.n) if self.value is None else self.value
+        return maps.like.new_full((1, 1, 1), value)
+
+
+class SigmoidAttention(SelfAttention):
+    """P_ij = 1/(1 + exp(−(q_i·k_j + b))) (Ramapuram et al. 2024), b = −ln n unless given.
+
+    Takes the arguments of `SelfAttention`.
+    """
+
+    kind = "sigmoid"
+    weighting = "sigmoid"
+
+    @validated
+    def __init__(self, *weights: Tensor | None, logit_shift: float | None = None, **options: object):
+        super().__init__(*weights, **options)  # type: ignore[arg-type]
+        self.logit_biases.append(_Shift(logit_shift))

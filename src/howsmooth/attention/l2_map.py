@@ -10,8 +10,7 @@ from torch import Tensor
 
 from howsmooth._util.validation import check_no_nan, check_tensor, validated
 from howsmooth.attention.attention_map import AttentionMap, Heads, Stages
-from howsmooth.attention.logit_terms import as_mask
-from howsmooth.attention.masks import LogitBias
+from howsmooth.attention.masks import LogitBias, as_mask
 from howsmooth.attention.stages import Multiple, TokenDerivative, TokenStage
 from howsmooth.errors import InvalidInput
 

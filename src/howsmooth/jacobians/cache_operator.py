@@ -32,10 +32,10 @@ from howsmooth.attention.positions import Rotary
 from howsmooth.attention.stages import Chain, UnitNorm
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.attention_operator import DEFAULT_MEMORY, AttentionJacobian, attention_jacobian
-from howsmooth.jacobians.evaluation_point import EvaluationPoint
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.jacobians.product_error import PathErrors
 from howsmooth.jacobians.projection import BlockProjection
+from howsmooth.jacobians.softmax_products import EvaluationPoint
 
 Part = Literal["queries", "keys", "values"]
 PARTS: tuple[str, ...] = get_args(Part)

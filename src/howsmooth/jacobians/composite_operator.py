@@ -23,10 +23,9 @@ from howsmooth._util.validation import check_finite, validated
 from howsmooth.attention.composite_map import Composite, Gate, Parts, Placement
 from howsmooth.attention.stages import TokenDerivative
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians.attention_operator import DEFAULT_MEMORY, AttentionJacobian, attention_jacobian
+from howsmooth.jacobians.attention_operator import DEFAULT_MEMORY, AttentionJacobian, TokenBlocks, attention_jacobian
 from howsmooth.jacobians.function_checks import check_tokens, random_like
 from howsmooth.jacobians.operator import Accuracy, JacobianOperator
-from howsmooth.jacobians.token_blocks import TokenBlocks
 from howsmooth.numerics.roundoff import spread_of_sum
 
 CompositePath = Literal["all", "value", "score", "gate"]

@@ -1,19 +1,23 @@
-"""Attention weights cut into blocks of queries and keys, and the logits behind each block."""
+"""Attention weights cut into blocks of queries and keys, the logits behind each block, and the buffers of products."""
 
 from __future__ import annotations
 
+import ctypes
 import math
+import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import ClassVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from howsmooth.attention.attention_map import AttentionMap
-from howsmooth.attention.logit_terms import Terms
-from howsmooth.attention.masks import Maps
-from howsmooth.jacobians.workspace import Workspace
+from howsmooth.attention.masks import Maps, Terms
+from howsmooth.attention.memory_layout import is_channels_first, join_channels
 
 TILE_ROWS = 1024
 TILE_COLS = 1024
@@ -141,7 +145,7 @@ class WeightMemory:
 def bands(maps: int, n: int, terms: Terms, device: torch.device) -> Iterator[list[Tile]]:
     """The visible tiles of each block of queries.
 
-    >>> from howsmooth.attention.logit_terms import Terms
+    >>> from howsmooth.attention.masks import Terms
     >>> [[(tile.rows.stop, tile.cols.stop) for tile in band] for band in bands(2, 5, Terms(()), torch.device("cpu"))]
     [[(5, 5)]]
     """
@@ -183,3 +187,53 @@ def tile_size(device: torch.device) -> int:
     except (AttributeError, RuntimeError, AssertionError, NotImplementedError):  # a device without this number
         return TILE_SIZE
     return max(TILE_SIZE, free // 64)
+
+
+class Workspace(threading.local):
+    """Buffers that serve one product after the other: fresh memory would cost page faults at every tile.
+
+    All operators that are alive have the same ones, as only one product runs at a time in a thread: thirty layers of
+    their own would be as much memory as all their tokens. Every thread has its own, released with
+    the last operator.
+    """
+
+    _known: ClassVar[WeakValueDictionary[str, Workspace]] = WeakValueDictionary()
+
+    def __init__(self) -> None:
+        self.buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+    @classmethod
+    def shared(cls) -> Workspace:
+        """The workspace of all operators."""
+        return cls._known.setdefault("shared", cls())
+
+    def product(self, left: Tensor, right: Tensor) -> Tensor:
+        """The batched matrix product, valid until the next call."""
+        return torch.bmm(left, right, out=self.buffer("tile", (*left.shape[:2], right.shape[2]), left))
+
+    def joined(self, name: str, a: Tensor, b: Tensor) -> Tensor:
+        """a and b side by side in the order of a, valid until the next call with this name."""
+        maps, n, width = *a.shape[:2], a.shape[2] + b.shape[2]
+        out = (
+            self.buffer(name, (maps, width, n), a).mT
+            if is_channels_first(a)
+            else self.buffer(name, (maps, n, width), a)
+        )
+        return join_channels([a, b], out)
+
+    def buffer(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Memory of this shape, and of the dtype and device of another tensor, until the next call with this name."""
+        size, key = math.prod(shape), (name, like.dtype, like.device)
+        if key not in self.buffers or self.buffers[key].numel() < size:
+            self.buffers.pop(key, None)
+            with torch.inference_mode(False):  # or nobody outside that mode could use it again
+                self.buffers[key] = torch.empty(size, dtype=like.dtype, device=like.device)
+        return self.buffers[key][:size].view(shape)
+
+
+def trim_memory() -> None:
+    """Return free memory of the C library to the system, where it can: large maps leave much of it behind."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc, not of musl
+        if trim is not None:
+            trim(0)

@@ -28,7 +28,7 @@ from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import JacobianOperator, jacobian
 from howsmooth.jacobians.attention_operator import DEFAULT_MEMORY
 from howsmooth.jacobians.closed_or_autodiff import closed_jacobian
-from howsmooth.jacobians.dropped_tiles.truncated import truncated_jacobian
+from howsmooth.jacobians.truncated_operator import truncated_jacobian
 from howsmooth.norms import Measurement, operator_norm
 from howsmooth.norms.measurement import NormKind
 from howsmooth.norms.relative_condition import with_scale

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from howsmooth._util.common import random_stream
-from howsmooth.jacobians.dropped_tiles.truncated import Truncated
 from howsmooth.jacobians.operator import JacobianOperator
+from howsmooth.jacobians.truncated_operator import Truncated
 from howsmooth.norms.counted_products import product_error, rounding_allowance, widened
 from howsmooth.norms.lanczos import golub_kahan
 from howsmooth.norms.measurement import Measurement, NormKind

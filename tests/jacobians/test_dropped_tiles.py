@@ -10,12 +10,10 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.attention.attention_map import AttentionMap
-from howsmooth.jacobians import attention_jacobian
-from howsmooth.jacobians.dropped_tiles import statistics, tile_bounds
-from howsmooth.jacobians.dropped_tiles.statistics import sharp_moments, sized_mixing
-from howsmooth.jacobians.dropped_tiles.truncated import truncated_jacobian
-from howsmooth.jacobians.evaluation_point import EvaluationPoint
-from howsmooth.jacobians.softmax_products import Mixing
+from howsmooth.jacobians import attention_jacobian, dropped_tiles
+from howsmooth.jacobians.dropped_tiles import sharp_moments, sized_mixing
+from howsmooth.jacobians.softmax_products import EvaluationPoint, Mixing
+from howsmooth.jacobians.truncated_operator import truncated_jacobian
 
 N, D, SIDE = 43, 6, 8
 MEMORY = 2**29
@@ -23,7 +21,7 @@ MEMORY = 2**29
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tile_bounds, "FINE_TILE", SIDE)
+    monkeypatch.setattr(dropped_tiles, "FINE_TILE", SIDE)
 
 
 def maps() -> Iterator[AttentionMap]:
@@ -75,7 +73,7 @@ def test_moments_are_those_of_the_plain_way_and_squares_of_weights_are_bounded()
 
 
 def test_the_spread_of_keys_is_that_of_the_plain_way_where_all_tiles_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(statistics, "_WEIGHTY", 0.0)
+    monkeypatch.setattr(dropped_tiles, "_WEIGHTY", 0.0)
     for attention in maps():
         at = point(attention)
         plain = Mixing.at(attention, at, torch.float64, MEMORY)
@@ -131,13 +129,13 @@ def test_the_bound_on_light_keys_cannot_be_halved(monkeypatch: pytest.MonkeyPatc
     truth, bound = key_spreads(*opposed())
     assert bool((bound >= truth).all())
     assert bool((bound > 1.001 * truth).any())
-    whole = statistics._TileSums._sum_keys
+    whole = dropped_tiles._TileSums._sum_keys
 
-    def halved(self: statistics._TileSums, m: int, rows: slice, *rest: list[Tensor]) -> None:
+    def halved(self: dropped_tiles._TileSums, m: int, rows: slice, *rest: list[Tensor]) -> None:
         whole(self, m, rows, *rest)  # type: ignore[arg-type]
         self.seen.keys_apart[m, rows] /= 2
 
-    monkeypatch.setattr(statistics._TileSums, "_sum_keys", halved)
+    monkeypatch.setattr(dropped_tiles._TileSums, "_sum_keys", halved)
     truth, bound = key_spreads(*opposed())
     assert bool((bound < truth * (1 - 1e-3)).any())
 
@@ -182,7 +180,7 @@ def shares_of_sizes(attention: AttentionMap, x: Tensor) -> Tensor:
         rows, cols = (slice(SIDE * b, min(SIDE * (b + 1), N)) for b in (i, j))
         norms.append(dense_sizes(exact, attention.output_weight[m % attention.heads], m, rows, cols))
     least = 1e-30  # a weight that float32 rounds to zero
-    return torch.tensor(norms, dtype=torch.float64) / (tile_bounds._OF_SUMS * sizes.sizes.T + least)
+    return torch.tensor(norms, dtype=torch.float64) / (dropped_tiles._OF_SUMS * sizes.sizes.T + least)
 
 
 @pytest.mark.parametrize("mask", [None, "causal", hs.SlidingWindow(19)])

@@ -22,12 +22,11 @@ from howsmooth.jacobians.attention_operator import (
     dtype_of_products,
     resolved_in_float32,
 )
-from howsmooth.jacobians.dropped_tiles.statistics import sharp_moments, sized_mixing
-from howsmooth.jacobians.dropped_tiles.tile_bounds import DroppedTiles, TileSizes
-from howsmooth.jacobians.evaluation_point import EvaluationPoint
+from howsmooth.jacobians.dropped_tiles import DroppedTiles, TileSizes, sharp_moments, sized_mixing
 from howsmooth.jacobians.function_checks import random_like
 from howsmooth.jacobians.operator import Accuracy, JacobianOperator
 from howsmooth.jacobians.product_error import PathErrors, WeightNorms, per_map
+from howsmooth.jacobians.softmax_products import EvaluationPoint
 
 _FIRST_SHARE, _POWER_STEPS = 0.1, 2
 _WORTH, _LITTLE = 0.5, 1e-4
@@ -109,7 +108,7 @@ class TruncatedAttention(Truncated):
 
     Attributes:
         sizes: bounds on every tile of the exact map.
-        norms: N_q, N_k, N_v of `tile_bounds` and ‖W_O‖, ``(4, maps)``.
+        norms: N_q, N_k, N_v of `dropped_tiles` and ‖W_O‖, ``(4, maps)``.
         dropped: bounds on the dropped tiles.
     """
 
@@ -236,7 +235,7 @@ def truncated_jacobian(
 
 
 def path_norms(attention: AttentionMap, point: EvaluationPoint) -> Tensor:
-    """N_q, N_k, N_v of `tile_bounds` and ‖W_O‖, ``(4, maps)``: exact norms of the projections."""
+    """N_q, N_k, N_v of `dropped_tiles` and ‖W_O‖, ``(4, maps)``: exact norms of the projections."""
     weights = (attention.query_weight, attention.key_weight, attention.value_weight)
     norms = [torch.linalg.matrix_norm(weight.double(), 2) for weight in weights]
     norms = [per_map(norm, size, attention) * size for norm, size in zip(norms, point.sizes, strict=True)]
