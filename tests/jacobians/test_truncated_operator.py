@@ -10,7 +10,7 @@ import howsmooth as hs
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import attention_jacobian, dropped_tiles, truncated_operator
 from howsmooth.jacobians.operator import JacobianOperator
-from howsmooth.jacobians.truncated_operator import TruncatedAttention, truncated_jacobian
+from howsmooth.jacobians.truncated_operator import Truncated, truncated_jacobian
 from howsmooth.norms import operator_norm
 
 N, D = 48, 6
@@ -122,7 +122,7 @@ def test_the_bound_is_attained_where_all_weights_are_equal(rows: list[int]) -> N
     whole = truncated_jacobian(attention, x, 0.9)
     gone = torch.zeros(whole.sizes.sizes.shape[1], dtype=torch.bool)
     gone[rows] = True
-    thin = TruncatedAttention.without(whole.exact, gone, whole.sizes, whole.norms, 2**20)
+    thin = Truncated.without(whole.exact, gone, whole.sizes, whole.norms, 2**20)
     bound, lost = float(thin.error), float(missing(thin, attention_jacobian(attention, x)))
     assert 0.99 * bound < lost < bound
 

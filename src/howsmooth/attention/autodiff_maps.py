@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth._util.validation import shown, validated
+from howsmooth.attention.attention_map import batched
 from howsmooth.attention.dot_product_map import SelfAttention
 from howsmooth.errors import InvalidInput
 
@@ -122,17 +123,18 @@ class LipschitzNormAttention(nn.Module):
 
     def divisor(self, x: Tensor) -> Tensor:
         """c of every head, ``(heads,)`` or ``(batch, heads)``."""
-        divisors = divisor_of(*self.projections.project(x[None] if x.dim() == 2 else x))
-        return divisors[0] if x.dim() == 2 else divisors
+        return batched(lambda x: divisor_of(*self.projections.project(x)), x)
 
     def forward(self, x: Tensor) -> Tensor:
         """The map at x, ``(n, d)`` or ``(batch, n, d)``."""
-        query, key, value = self.projections.project(x[None] if x.dim() == 2 else x)  # (batch, heads, n, ·)
+        return batched(self._forward, x)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.projections.project(x)  # (batch, heads, n, ·)
         c = divisor_of(query, key, value)
         # c = 0 only when two of Q, K, V vanish; then QKᵀ = 0 as well, and any divisor gives uniform weights.
         scores = query @ key.mT / torch.where(c > 0, c, 1.0)[..., None, None]
-        out = (torch.softmax(scores, dim=-1) @ value @ self.projections.output_weight).sum(1)
-        return out[0] if x.dim() == 2 else out
+        return self.projections.projected_out(torch.softmax(scores, dim=-1) @ value)
 
     def extra_repr(self) -> str:
         return f"{self.in_features} → {self.out_features}, heads={self.heads}"

@@ -26,9 +26,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from howsmooth._util.validation import check_tensor, shown, validated
-from howsmooth.attention.attention_map import MapModule
+from howsmooth.attention.attention_map import MapModule, batched
 from howsmooth.attention.dot_product_map import SelfAttention
 from howsmooth.attention.masks import DenseBias, LogitBias, Maps, Terms, softmax
 from howsmooth.attention.stages import Behind, Chain, TokenDerivative, TokenStage
@@ -48,12 +49,12 @@ class Feature(nn.Module):
         self.register_buffer("bias", bias)
         self.stages = nn.ModuleList(stages)
 
-    def linearize(self, x: Tensor) -> tuple[Tensor, _FeatureDerivative]:
-        weight = None if self.weight is None else self.weight.to(x)
-        y = x if weight is None else x @ weight.mT
+    def linearize(self, x: Tensor) -> tuple[Tensor, Chain]:
+        links = () if self.weight is None else (_Projected(self.weight.to(x)),)
+        y = Chain(links).jvp(x)
         y = y if self.bias is None else y + self.bias.to(x)
         y, chain = Chain.through(self.stages, y)  # type: ignore[arg-type]
-        return y, _FeatureDerivative(weight, chain, y.shape[-1])
+        return y, Chain(links + chain.links)
 
 
 class Features(TokenStage):
@@ -66,36 +67,34 @@ class Features(TokenStage):
 
     def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
         parts = [branch.linearize(x) for branch in self.branches]  # type: ignore[operator]
-        return torch.cat([y for y, _ in parts], dim=-1), _FeaturesDerivative(tuple(link for _, link in parts))
+        values, chains = zip(*parts, strict=True)
+        return torch.cat(values, dim=-1), _FeaturesDerivative(chains, tuple(y.shape[-1] for y in values))
 
 
 @dataclass(frozen=True)
-class _FeatureDerivative(TokenDerivative):
-    weight: Tensor | None
-    chain: Chain
-    width: int
+class _Projected(TokenDerivative):
+    weight: Tensor
 
     def jvp(self, dx: Tensor) -> Tensor:
-        return self.chain.jvp(dx if self.weight is None else dx @ self.weight.mT)
+        return dx @ self.weight.mT
 
     def vjp(self, gy: Tensor) -> Tensor:
-        back = self.chain.vjp(gy)
-        return back if self.weight is None else back @ self.weight
+        return gy @ self.weight
 
-    def size(self) -> Tensor | float:
-        norm = 1.0 if self.weight is None else torch.linalg.matrix_norm(self.weight.double(), 2)
-        return norm * self.chain.size()
+    def size(self) -> Tensor:
+        return torch.linalg.matrix_norm(self.weight.double(), 2)
 
 
 @dataclass(frozen=True)
 class _FeaturesDerivative(TokenDerivative):
-    branches: tuple[_FeatureDerivative, ...]
+    branches: tuple[Chain, ...]
+    widths: tuple[int, ...]
 
     def jvp(self, dx: Tensor) -> Tensor:
         return torch.cat([branch.jvp(dx) for branch in self.branches], dim=-1)
 
     def vjp(self, gy: Tensor) -> Tensor:
-        parts = gy.split([branch.width for branch in self.branches], dim=-1)
+        parts = gy.split(self.widths, dim=-1)
         return torch.stack([branch.vjp(part) for branch, part in zip(self.branches, parts, strict=True)]).sum(0)
 
     def size(self) -> Tensor | float:
@@ -266,15 +265,11 @@ class ComposedAttention(Composite):
         return self.attention.staged(x if self.features is None else self.features(x))
 
     def weights(self, x: Tensor) -> Tensor:
-        query, key, _ = self.staged(x[None] if x.dim() == 2 else x)
-        weights = self._weights(query, key)
-        return weights[0] if x.dim() == 2 else weights
+        return batched(lambda x: self._weights(*self.staged(x)[:2]), x)
 
     def forward(self, x: Tensor) -> Tensor:
         """The map at x, ``(n, d)`` or ``(batch, n, d)``."""
-        out = (self.mixed(x[None] if x.dim() == 2 else x) @ self.attention.output_weight).sum(1)
-        out = out if self.output_bias is None else out + self.output_bias
-        return out[0] if x.dim() == 2 else out
+        return batched(lambda x: self.attention.projected_out(self.mixed(x)), x)
 
     def mixed(self, x: Tensor) -> Tensor:
         """The output of every head before the output projection, behind its gate, ``(batch, heads, n, v)``."""
@@ -315,29 +310,14 @@ class ComposedAttention(Composite):
 
     def _with_sink(self) -> SelfAttention:
         """Plain attention on the tokens and, before them, the sink."""
-        inner = self.attention
-        names = ("query", "key", "value")
-        weights = []
-        for name in names:
+        assert self.sinks is not None
+        inner, fields = self.attention, dict[str, Any]()
+        for name in ("query", "key", "value"):
             weight, bias = getattr(inner, f"{name}_weight"), getattr(inner, f"{name}_bias")
             bias = weight.new_zeros(weight.shape[:2]) if bias is None else bias
-            weights.append(torch.cat([weight, bias[..., None]], dim=-1).flatten(0, 1))
-        output = inner.output_weight.flatten(0, 1).T
-        assert self.sinks is not None
-        extended = SelfAttention(
-            weights[0],
-            weights[1],
-            weights[2],
-            output,
-            heads=inner.heads,
-            kv_heads=inner.kv_heads,
-            logit_biases=[_SinkFirst(inner.terms, self.sinks)],
-            softcap=inner.softcap,
-        )
-        for name in names:
-            stages = getattr(inner, f"{name}_stages")
-            setattr(extended, f"{name}_stages", nn.ModuleList(Behind(stage, 1) for stage in stages))
-        return extended
+            fields[f"{name}_weight"], fields[f"{name}_bias"] = torch.cat([weight, bias[..., None]], dim=-1), None
+            fields[f"{name}_stages"] = [Behind(stage, 1) for stage in getattr(inner, f"{name}_stages")]
+        return inner.replace(**fields, output_bias=None, logit_biases=[_SinkFirst(inner.terms, self.sinks)])
 
 
 class _SinkFirst(LogitBias):
@@ -429,12 +409,10 @@ class CrossAttention(nn.Module):
         for weight, name in ((query, "query"), (key, "key"), (value, "value")):
             check_tensor(weight, name, dims=(2,))
         self.decoder_width, self.encoder_width = query.shape[-1], key.shape[-1]
-        before = query.new_zeros(len(query), self.encoder_width)
-        beside = key.new_zeros(len(key), self.decoder_width), value.new_zeros(len(value), self.decoder_width)
         self.attention = SelfAttention(
-            torch.cat([query, before], dim=-1),
-            torch.cat([beside[0], key], dim=-1),
-            torch.cat([beside[1], value], dim=-1),
+            pad(query, (0, self.encoder_width)),
+            pad(key, (self.decoder_width, 0)),
+            pad(value, (self.decoder_width, 0)),
             output,
             heads=heads,
             kv_heads=kv_heads,
@@ -451,9 +429,7 @@ class CrossAttention(nn.Module):
 
     def joined(self, x: Tensor, y: Tensor) -> Tensor:
         """The two sequences one after the other, encoder first, each at its own coordinates."""
-        decoder = torch.nn.functional.pad(x, (0, self.encoder_width))
-        encoder = torch.nn.functional.pad(y, (self.decoder_width, 0))
-        return torch.cat([encoder, decoder], dim=-2)
+        return torch.cat([pad(y, (self.decoder_width, 0)), pad(x, (0, self.encoder_width))], dim=-2)
 
     def staged(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of x, keys and values of y, ``(batch, heads, ·, ·)``."""
@@ -463,18 +439,19 @@ class CrossAttention(nn.Module):
 
     def weights(self, x: Tensor, y: Tensor) -> Tensor:
         """The attention weights, ``(batch, heads, n, m)``, for x and y with a batch axis."""
-        query, key, _ = self.staged(x, y)
+        return self._weights(*self.staged(x, y)[:2])
+
+    def _weights(self, query: Tensor, key: Tensor) -> Tensor:
         logits = query @ key.mT
         return softmax(logits if self.logit_biases is None else logits + self.logit_biases.to(logits))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """The map at decoder tokens ``(n, d_x)`` and encoder tokens ``(m, d_y)``, or batches of both."""
-        single = x.dim() == 2
-        x, y = (x[None], y[None]) if single else (x, y)
-        mixed = self.weights(x, y) @ self.staged(x, y)[2]
-        out = (mixed @ self.attention.output_weight).sum(1)
-        out = out if self.attention.output_bias is None else out + self.attention.output_bias
-        return out[0] if single else out
+        return batched(self._forward, x, y)
+
+    def _forward(self, x: Tensor, y: Tensor) -> Tensor:
+        query, key, value = self.staged(x, y)
+        return self.attention.projected_out(self._weights(query, key) @ value)
 
     @validated
     def in_decoder(self, encoder: Tensor) -> CrossSide:
@@ -524,8 +501,7 @@ class CrossSide(Composite):
         return self.cross(*self._pair(tokens))
 
     def weights(self, x: Tensor) -> Tensor:
-        weights = self.cross.weights(*self._pair(x[None] if x.dim() == 2 else x))
-        return weights[0] if x.dim() == 2 else weights
+        return batched(self.cross.weights, *self._pair(x))
 
     def parts(self, x: Tensor) -> Parts:
         decoder, encoder = self._pair(x)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -131,9 +131,6 @@ class _DistanceKeyDerivative(TokenDerivative):
 
     def vjp(self, gy: Tensor) -> Tensor:
         return gy[..., :-1] + self.slope * gy[..., -1:]
-
-    def select(self, index: Tensor) -> Self:
-        return replace(self, slope=self.slope[index])
 
     def size(self) -> Tensor:
         return (1 + self.slope.square().sum(-1, keepdim=True)).sqrt()

@@ -32,8 +32,10 @@ class TokenDerivative(ABC):
         """Cotangents back through the stage."""
 
     def select(self, index: Tensor) -> Self:
-        """The derivative for the maps at ``index`` only; the same where all maps share its tensors."""
-        return self._changed(lambda tensor: tensor, lambda inner: inner.select(index))
+        """The derivative for the maps at ``index`` only: tensors ``(maps, n, ·)`` are theirs, all maps share others."""
+        return self._changed(
+            lambda tensor: tensor[index] if tensor.dim() > 2 else tensor, lambda inner: inner.select(index)
+        )
 
     def to(self, dtype: torch.dtype) -> Self:
         """The derivative rounded to another dtype."""
@@ -50,14 +52,10 @@ class TokenDerivative(ABC):
 
         def changed(value: Any) -> Any:
             if isinstance(value, tuple):
-                return tuple(map(inner, value))
-            return (
-                tensor(value)
-                if isinstance(value, Tensor)
-                else inner(value)
-                if isinstance(value, TokenDerivative)
-                else value
-            )
+                return tuple(map(changed, value))
+            if isinstance(value, TokenDerivative):
+                return inner(value)
+            return tensor(value) if isinstance(value, Tensor) else value
 
         return replace(self, **{name: changed(value) for name, value in vars(self).items()})  # type: ignore[type-var]
 
@@ -200,10 +198,6 @@ class UnitNormDerivative(TokenDerivative):
 
     def vjp(self, gy: Tensor) -> Tensor:
         return self._project(gy * self.gain)
-
-    def select(self, index: Tensor) -> Self:
-        gain = self.gain[index] if self.gain.dim() == self.unit.dim() else self.gain
-        return replace(self, unit=self.unit[index], inverse=self.inverse[index], gain=gain)
 
     def size(self) -> Tensor:
         return self.inverse * self.gain.abs().amax(-1, keepdim=True)

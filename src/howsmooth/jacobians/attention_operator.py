@@ -389,9 +389,8 @@ class TokenBlocks(JacobianOperator):
         self.parent, self.projection = parent, parent.projection
         self.by_head = parent.by_head
         count = rows.stop - rows.start
-        self.batch_shape = torch.Size([count, len(mixing.query), n] if self.by_head else [count, n])
-        self.in_shape, self.out_shape = parent.in_shape[1:], parent.out_shape[1:]
-        self.dtype, self.device, self.method = parent.dtype, parent.device, parent.method
+        batch = torch.Size([count, len(mixing.query), n] if self.by_head else [count, n])
+        self._take_after(parent, batch_shape=batch, in_shape=parent.in_shape[1:], out_shape=parent.out_shape[1:])
         longer = max(1.0, n / max(1, mixing.chain))  # sums are over all tokens here, not by tiles
         error = torch.as_tensor(parent.accuracy.product) * longer**0.5
         self.accuracy = Accuracy(parent.accuracy.point, error.reshape(-1, 1) if self.by_head else error.reshape(()))

@@ -50,18 +50,12 @@ class CachedJacobian(JacobianOperator):
 
     def __init__(self, parent: AttentionJacobian, wrt: Part, chain: Chain, width: int, error: Tensor):
         self.parent, self.wrt, self.chain, self.mixing = parent, wrt, chain, parent.mixing
-        self.batch_shape, self.out_shape = parent.batch_shape, parent.out_shape
-        self.dtype, self.device, self.method = parent.dtype, parent.device, parent.method
         self.accuracy = replace(parent.accuracy, product=error)
-        tokens = torch.Size([self.mixing.query.shape[1], width])
-        projection = parent.projection
+        self.group, tokens, projection = 1, torch.Size([self.mixing.query.shape[1], width]), parent.projection
         if isinstance(projection, BlockProjection):
             heads = projection.heads if wrt == "queries" else projection.kv_heads
-            self.group = projection.heads // heads
-            self.in_shape = torch.Size([heads, *tokens])
-        else:
-            self.group = 1
-            self.in_shape = tokens
+            self.group, tokens = projection.heads // heads, torch.Size([heads, *tokens])
+        self._take_after(parent, in_shape=tokens)
 
     @full_precision
     @torch.no_grad()
@@ -161,7 +155,7 @@ def cached_jacobian(
     stages = (attention.query_stages, attention.key_stages, attention.value_stages)[number]
     stored = [i for i, stage in enumerate(stages) if isinstance(stage, Rotary | UnitNorm)]
     chain = Chain(parent.chains[number].links[stored[-1] + 1 if stored else 0 :])
-    width = (attention.query_weight, attention.key_weight, attention.value_weight)[number].shape[1]
+    width = attention.input_weights[number].shape[1]
     return CachedJacobian(parent, wrt, chain, width, _product_error(attention, x, parent, number, chain))
 
 

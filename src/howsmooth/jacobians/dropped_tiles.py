@@ -51,6 +51,7 @@ to which the rounding of its three parts is added.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -81,10 +82,6 @@ class DroppedTiles:
 
     bounds: Tensor
     share: float
-
-    def select(self, index: Tensor) -> DroppedTiles:
-        """The bounds of some maps."""
-        return DroppedTiles(self.bounds[:, index], self.share)
 
 
 def fine_side(n: int) -> int:
@@ -124,12 +121,11 @@ class TileSizes:
         for m, limit in enumerate(budget.tolist()):
             here = (self.places[0] == m).nonzero().flatten()
             order = here[(norms[:, m, None] * self.sizes[:, here]).sum(0).argsort()]
-            low, high = 0, len(order)
-            while low < high:
-                middle = (low + high + 1) // 2
-                within = float((norms[:, m] * self._bounds(order[:middle], exact=False)).sum()) <= limit
-                low, high = (middle, high) if within else (low, middle - 1)
-            dropped[order[:low]] = True
+
+            def error_of(count: int, m: int = m, order: Tensor = order) -> float:
+                return float((norms[:, m] * self._bounds(order[:count], exact=False)).sum())
+
+            dropped[order[: _largest_count(error_of, len(order), limit)]] = True
         return dropped
 
     def droppable_forward(self, tangents: Sequence[Tensor], limit: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,12 +174,9 @@ class TileSizes:
                 sums = (torch.zeros(side, dtype=torch.float64).index_add_(0, i[some], add[some]) for add, i in adds)
                 return _OF_SUMS * sum(float(torch.linalg.vector_norm(each)) for each in sums)
 
-            low, high = 0, len(order)
-            while low < high:
-                middle = (low + high + 1) // 2
-                low, high = (middle, high) if error_of(middle) <= budget else (low, middle - 1)
-            dropped[here[order[:low]]] = True
-            errors[m] = error_of(low)
+            count = _largest_count(error_of, len(order), budget)
+            dropped[here[order[:count]]] = True
+            errors[m] = error_of(count)
         return dropped, errors
 
     def bounds_of(self, dropped: Tensor, maps: int) -> DroppedTiles:
@@ -198,19 +191,12 @@ class TileSizes:
         for tile, remains in zip(mixing.tiles, self.by_tile(~dropped), strict=True):
             for first, last in runs(remains.tolist()):
                 left, right = (min(self.side * end, tile.cols.stop - tile.cols.start) for end in (first, last))
-                cols = slice(tile.cols.start + left, tile.cols.start + right)
-                part = replace(tile, cols=cols, weights=None, slopes=None)
-                weights = slopes = None
-                if tile.weights is not None and tile.slopes is not None:
-                    weights = tile.weights[..., left:right]
-                    slopes = weights if mixing.plain else tile.slopes[..., left:right]
+                part = tile.columns(left, right)
                 memory -= part.size * mixing.query.element_size()
                 if memory >= 0:
-                    if weights is None or slopes is None:
-                        weights, slopes = mixing.weights_of(part)
-                    weights = weights.contiguous()
-                    slopes = weights if mixing.plain else slopes.contiguous()
-                tiles.append(replace(part, weights=weights, slopes=slopes))
+                    weights, slopes = mixing.weights_of(part)
+                    part = replace(part, weights=weights, slopes=slopes).changed(torch.Tensor.contiguous)
+                tiles.append(part)
         return replace(mixing, tiles=tuple(tiles))
 
     def _bounds(self, index: Tensor, exact: bool) -> Tensor:
@@ -226,6 +212,11 @@ class TileSizes:
             matrix[:, rows, columns] = self.sizes[:, index]
             norms = torch.minimum(norms, torch.linalg.matrix_norm(matrix, 2))
         return torch.stack([largest[0], norms[1], norms[2]])
+
+
+def _largest_count(error_of: Callable[[int], float], count: int, limit: float) -> int:
+    """The largest number up to ``count`` whose error, which grows with it, is within the limit; 0 always is."""
+    return bisect_right(range(1, count + 1), limit, key=error_of)
 
 
 def runs(there: Sequence[bool]) -> Iterator[tuple[int, int]]:

@@ -80,6 +80,11 @@ class JacobianOperator(ABC):
     def rmatvec(self, u: Tensor) -> Tensor:
         """Jᵀ u for every map of the batch: ``batch_shape + out_shape`` → ``batch_shape + in_shape``."""
 
+    def _take_after(self, other: JacobianOperator, **shapes: torch.Size) -> None:
+        """Make this a batch of maps of the same shapes but for ``shapes``, and of the same dtype, device and method."""
+        names = ("batch_shape", "in_shape", "out_shape", "dtype", "device", "method")
+        vars(self).update({name: getattr(other, name) for name in names} | shapes)
+
     def value_at(self, f: Callable[[Tensor], Tensor] | None, x: Tensor) -> Tensor | None:
         """f(x) of every map, ``batch_shape + out_shape``; None where the operator does not know it."""
         return None
@@ -195,7 +200,7 @@ class JacobianOperator(ABC):
             shape=(self.out_size, self.in_size),
             matvec=product(self.matvec, self.in_shape),
             rmatvec=product(self.rmatvec, self.out_shape),
-            dtype=np.dtype(str(self.dtype).removeprefix("torch.")),
+            dtype=torch.empty(0, dtype=self.dtype).numpy().dtype,
         )
 
     def _units(self, index: Tensor, shape: torch.Size) -> Tensor:
@@ -250,11 +255,8 @@ class MatrixOperator(JacobianOperator):
 
 class _Adjoint(JacobianOperator):
     def __init__(self, parent: JacobianOperator):
-        self.parent = parent
-        self.batch_shape = parent.batch_shape
-        self.in_shape, self.out_shape = parent.out_shape, parent.in_shape
-        self.dtype, self.device, self.method = parent.dtype, parent.device, parent.method
-        self.accuracy = parent.accuracy
+        self._take_after(parent, in_shape=parent.out_shape, out_shape=parent.in_shape)
+        self.parent, self.accuracy = parent, parent.accuracy
 
     def matvec(self, v: Tensor) -> Tensor:
         return self.parent.rmatvec(v)

@@ -180,8 +180,7 @@ class WeightNorms:
 
     @property
     def _inputs(self) -> list[Tensor]:
-        weights = (self.attention.query_weight, self.attention.key_weight, self.attention.value_weight)
-        return [weight.to(self.dtype) for weight in weights]
+        return [weight.to(self.dtype) for weight in self.attention.input_weights]
 
     @cached_property
     def output(self) -> Tensor:

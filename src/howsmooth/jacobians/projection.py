@@ -8,16 +8,16 @@ over heads; the head form keeps one map per head.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from howsmooth.attention.attention_map import AttentionMap
+from howsmooth.attention.attention_map import AttentionMap, Heads
 from howsmooth.attention.memory_layout import in_layout, join_channels, join_heads, matmul
-
-Heads = tuple[Tensor, Tensor, Tensor]
 
 
 class Projection(ABC):
@@ -62,7 +62,10 @@ class Projection(ABC):
 
     def to(self, dtype: torch.dtype) -> Projection:
         """The projection in another dtype."""
-        tensors = {name: value.to(dtype) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return self._changed(lambda tensor: tensor.to(dtype))
+
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> Self:
+        tensors = {name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **tensors)  # type: ignore[type-var]
 
 
@@ -80,7 +83,7 @@ class BlockProjection(Projection):
     def of(cls, attention: AttentionMap, dtype: torch.dtype | None = None) -> BlockProjection:
         """The projection of a map, in its own dtype or another."""
         dtype = attention.dtype if dtype is None else dtype
-        weights = [t.to(dtype) for t in (attention.query_weight, attention.key_weight, attention.value_weight)]
+        weights = [weight.to(dtype) for weight in attention.input_weights]
         weight_in = torch.cat([weight.flatten(0, 1) for weight in weights]).mT  # a view: products take either order
         widths = tuple(weight.shape[1] for weight in weights)
         return cls(
@@ -141,9 +144,7 @@ class HeadProjection(Projection):
 
     @classmethod
     def of(cls, attention: AttentionMap, batch: int, reduced: bool, dtype: torch.dtype) -> HeadProjection:
-        group = attention.heads // attention.kv_heads
-        shared = (w.repeat_interleave(group, dim=0) for w in (attention.key_weight, attention.value_weight))
-        weights = (attention.query_weight, *shared)
+        weights = [attention.per_head(weight) for weight in attention.input_weights]
         weight_in = torch.cat(weights, dim=1).to(dtype).mT.contiguous()
         weight_out = attention.output_weight.to(dtype)
         basis_in = basis_out = None
@@ -192,6 +193,4 @@ class HeadProjection(Projection):
         return index
 
     def select(self, index: Tensor) -> HeadProjection:
-        basis_in = None if self.basis_in is None else self.basis_in[index]
-        basis_out = None if self.basis_out is None else self.basis_out[index]
-        return HeadProjection(self.weight_in[index], self.weight_out[index], self.widths, basis_in, basis_out)
+        return self._changed(lambda tensor: tensor[index])

@@ -86,8 +86,7 @@ def _errors(
     """Bounds on the errors of the staged tokens: of the projections, through the stages, and of the stages."""
     eps = torch.finfo(moved.dtype).eps
     reach, offset = (_longest(t).repeat_interleave(attention.heads) for t in (moved, centre))
-    weights = (attention.query_weight, attention.key_weight, attention.value_weight)
-    biases = (attention.query_bias, attention.key_bias, attention.value_bias)
+    weights, biases = attention.input_weights, attention.input_biases
     meeting = torch.maximum(_longest(raw[0]), _longest(raw[1]))  # stages of queries and keys may look at both
     largest = (meeting, meeting, _longest(raw[2]))
     errors = []
@@ -190,7 +189,7 @@ class Mixing:
         """
         names = ("query", "key", "value", "tops", "sums")
         tensors = {name: getattr(self, name).to(dtype) for name in names}
-        tiles = [tile.rounded(dtype) for tile in self.tiles]
+        tiles = [tile.changed(lambda array: array.to(dtype)) for tile in self.tiles]
         logits = self.logits.rounded(dtype, stored=all(tile.weights is not None for tile in tiles))
         self = replace(self, **tensors, logits=logits)
         seen = OutputSums(self.value, centred=self.softmax)
@@ -272,25 +271,12 @@ class Mixing:
 
     def select(self, index: Tensor) -> Mixing:
         """The maps at ``index`` (increasing) only; tiles that belong to one map are shared, not copied."""
-        tiles = []
-        for tile in self.tiles:
-            inside = (index >= tile.maps.start) & (index < tile.maps.stop)
-            if not bool(inside.any()):
-                continue
-            members = inside.nonzero().flatten()
-            span = slice(int(members[0]), int(members[-1]) + 1)
-            local = index[inside] - tile.maps.start
-            weights, slopes = tile.weights, tile.slopes
-            if weights is not None and slopes is not None and len(local) < len(weights):
-                same = slopes is weights
-                weights = weights[local]
-                slopes = weights if same else slopes[local]
-            tiles.append(replace(tile, maps=span, weights=weights, slopes=slopes))
+        tiles = tuple(part for tile in self.tiles if (part := tile.select(index)) is not None)
         tensors = {name: getattr(self, name)[index] for name in ("query", "key", "value", "output", "tops", "sums")}
         maps = self.logits.maps.select(index)
         logits = replace(self.logits, query=self.logits.query[index], key=self.logits.key[index], maps=maps)
         moments = None if self.moments is None else self.moments.select(index)
-        return replace(self, **tensors, tiles=tuple(tiles), logits=logits, moments=moments)
+        return replace(self, **tensors, tiles=tiles, logits=logits, moments=moments)
 
     def mixed_values(self, attention: AttentionMap, tokens: Tensor) -> Tensor:
         """Σ_j P_ij v_j at ``tokens``, ``(batch, n, d)``, with the centre of the stored values.

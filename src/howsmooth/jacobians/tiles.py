@@ -6,10 +6,10 @@ import ctypes
 import math
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -50,16 +50,31 @@ class Tile:
     @property
     def nbytes(self) -> int:
         """Bytes of the stored weights and slopes."""
-        stored = {id(t): t.numel() * t.element_size() for t in (self.weights, self.slopes) if t is not None}
-        return sum(stored.values())
+        return sum({id(t): t.nbytes for t in (self.weights, self.slopes) if t is not None}.values())
 
-    def rounded(self, dtype: torch.dtype) -> Tile:
-        """The same with its weights in another dtype."""
+    def changed(self, change: Callable[[Tensor], Tensor], **spans: Any) -> Tile:
+        """The same with other spans, and with its stored weights and slopes changed; one array stays one."""
         if self.weights is None or self.slopes is None:
-            return self
-        weights = self.weights.to(dtype)
-        slopes = weights if self.slopes is self.weights else self.slopes.to(dtype)
-        return replace(self, weights=weights, slopes=slopes)
+            return replace(self, **spans)
+        weights = change(self.weights)
+        slopes = weights if self.slopes is self.weights else change(self.slopes)
+        return replace(self, **spans, weights=weights, slopes=slopes)
+
+    def columns(self, first: int, last: int) -> Tile:
+        """Some of its columns."""
+        start = self.cols.start
+        return self.changed(lambda array: array[..., first:last], cols=slice(start + first, start + last))
+
+    def select(self, index: Tensor) -> Tile | None:
+        """The part of the maps at ``index`` (increasing), which are numbered anew; None where it has none of them."""
+        inside = (index >= self.maps.start) & (index < self.maps.stop)
+        if not bool(inside.any()):
+            return None
+        members, local = inside.nonzero().flatten(), index[inside] - self.maps.start
+        return self.changed(
+            lambda array: array[local] if len(local) < len(array) else array,
+            maps=slice(int(members[0]), int(members[-1]) + 1),
+        )
 
     @property
     def queries(self) -> tuple[slice, slice]:
@@ -130,10 +145,7 @@ class WeightMemory:
         if whole.nbytes > self.remaining:
             return tile
         self.remaining -= whole.nbytes
-        if not self.pieces:
-            return whole
-        stored = self._moved(weights)
-        return replace(tile, weights=stored, slopes=stored if slopes is weights else self._moved(slopes))
+        return whole.changed(self._moved) if self.pieces else whole
 
     def _moved(self, array: Tensor) -> Tensor:
         if array.numel() > self.free.numel():
@@ -214,12 +226,9 @@ class Workspace(threading.local):
     def joined(self, name: str, a: Tensor, b: Tensor) -> Tensor:
         """a and b side by side in the order of a, valid until the next call with this name."""
         maps, n, width = *a.shape[:2], a.shape[2] + b.shape[2]
-        out = (
-            self.buffer(name, (maps, width, n), a).mT
-            if is_channels_first(a)
-            else self.buffer(name, (maps, n, width), a)
-        )
-        return join_channels([a, b], out)
+        if is_channels_first(a):
+            return join_channels([a, b], self.buffer(name, (maps, width, n), a).mT)
+        return join_channels([a, b], self.buffer(name, (maps, n, width), a))
 
     def buffer(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Memory of this shape, and of the dtype and device of another tensor, until the next call with this name."""

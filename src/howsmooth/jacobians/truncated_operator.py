@@ -33,28 +33,57 @@ _WORTH, _LITTLE = 0.5, 1e-4
 _SMALLER_SHARES, _MORE_TILES = (0.05, 0.1), 1.5
 
 
+class _RemainingTiles(AttentionJacobian):
+    """The Jacobian without the dropped tiles; its rows come from products alone."""
+
+    _has_blocks = False
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Truncated(JacobianOperator):
-    """A cheap operator near an exact one: ‖exact − cheap‖ ≤ error for every map.
+    """The Jacobian of an attention map without some tiles, near the exact one: ‖exact − cheap‖ ≤ error for every map.
 
     Its products are those of ``cheap``, and its accuracy includes ``error``. `howsmooth.norms.truncated_norm` finds the
-    norm of ``exact`` from it.
+    norm of ``exact`` from it. Build it with `truncated_jacobian`.
 
     Attributes:
         error, lower: an upper bound on the norm of the difference, and a lower one on the norm of the exact map, of
             every map, ``batch_shape``, float64 on the CPU.
         start: approximate right singular vectors, ``batch_shape + in_shape``; None where none are known.
+        sizes: bounds on every tile of the exact map.
+        norms: N_q, N_k, N_v of `dropped_tiles` and ‖W_O‖, ``(4, maps)``.
+        dropped: bounds on the dropped tiles.
     """
 
-    exact: JacobianOperator
-    cheap: JacobianOperator
+    exact: AttentionJacobian
+    cheap: AttentionJacobian
     error: Tensor
     lower: Tensor
     start: Tensor | None
+    sizes: TileSizes
+    norms: Tensor
+    dropped: DroppedTiles
+
+    @classmethod
+    def without(
+        cls, exact: AttentionJacobian, dropped: Tensor, sizes: TileSizes, norms: Tensor, memory: int
+    ) -> Truncated:
+        """The exact operator and the one without some tiles, with a bound on their difference."""
+        bounds = sizes.bounds_of(dropped, len(exact.mixing.query))
+        mixing = sizes.without(exact.mixing, dropped, memory)
+        cheap = _RemainingTiles(mixing, exact.chains, exact.projection, exact.batch_shape, exact.errors, exact.path)
+        error = _error(exact, norms, bounds)
+        return cls(exact, cheap, error, torch.zeros_like(error), None, sizes, norms, bounds)
 
     def __post_init__(self) -> None:
-        names = ("batch_shape", "in_shape", "out_shape", "dtype", "device", "method")
-        vars(self).update({name: getattr(self.cheap, name) for name in names})
+        self._take_after(self.cheap)
+
+    @property
+    def notes(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (
+            f"{100 * self.dropped.share:.0f} % of the tiles of attention weights were left out: the ends allow "
+            f"for what is missing, of norm {float(self.error.max()):.1e} at most",
+        )
 
     @cached_property
     def accuracy(self) -> Accuracy:  # type: ignore[override]
@@ -67,92 +96,10 @@ class Truncated(JacobianOperator):
     def rmatvec(self, u: Tensor) -> Tensor:
         return self.cheap.rmatvec(u)
 
-    def matvec_within(self, v: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
-        """J v of the exact maps with errors of at most ``limit``, and bounds on them, float64 of the batch shape."""
-        return self.exact.matvec(v), torch.zeros_like(limit)
-
-    def rmatvec_within(self, u: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
-        """Jᵀ u, likewise."""
-        return self.exact.rmatvec(u), torch.zeros_like(limit)
-
-    def size(self) -> Tensor:
-        return self.cheap.size() + self.error
-
-    def value_at(self, f: Callable[[Tensor], Tensor] | None, x: Tensor) -> Tensor | None:
-        return self.exact.value_at(f, x)
-
-    def lift_in(self, v: Tensor) -> Tensor:
-        return self.cheap.lift_in(v)
-
-    def lift_out(self, u: Tensor) -> Tensor:
-        return self.cheap.lift_out(u)
-
-    def subset(self, index: Tensor) -> Truncated | None:
-        exact, cheap = self.exact.subset(index), self.cheap.subset(index)
-        if exact is None or cheap is None:
-            return None
-        error, lower = (t.reshape(-1)[index.cpu()] for t in (self.error, self.lower))
-        start = None if self.start is None else self.start.reshape(-1, *self.in_shape)[index]
-        return replace(self, exact=exact, cheap=cheap, error=error, lower=lower, start=start)
-
-
-class _RemainingTiles(AttentionJacobian):
-    """The Jacobian without the dropped tiles; its rows come from products alone."""
-
-    _has_blocks = False
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class TruncatedAttention(Truncated):
-    """The Jacobian of an attention map without some tiles; build it with `truncated_jacobian`.
-
-    Attributes:
-        sizes: bounds on every tile of the exact map.
-        norms: N_q, N_k, N_v of `dropped_tiles` and ‖W_O‖, ``(4, maps)``.
-        dropped: bounds on the dropped tiles.
-    """
-
-    exact: AttentionJacobian
-    cheap: AttentionJacobian
-    sizes: TileSizes
-    norms: Tensor
-    dropped: DroppedTiles
-
-    @classmethod
-    def without(
-        cls, exact: AttentionJacobian, dropped: Tensor, sizes: TileSizes, norms: Tensor, memory: int
-    ) -> TruncatedAttention:
-        """The exact operator and the one without some tiles, with a bound on their difference."""
-        bounds = sizes.bounds_of(dropped, len(exact.mixing.query))
-        mixing = sizes.without(exact.mixing, dropped, memory)
-        cheap = _RemainingTiles(mixing, exact.chains, exact.projection, exact.batch_shape, exact.errors, exact.path)
-        error = _error(exact, norms, bounds)
-        return cls(exact, cheap, error, torch.zeros_like(error), None, sizes, norms, bounds)
-
-    @property
-    def notes(self) -> tuple[str, ...]:  # type: ignore[override]
-        return (
-            f"{100 * self.dropped.share:.0f} % of the tiles of attention weights were left out: the ends allow "
-            f"for what is missing, of norm {float(self.error.max()):.1e} at most",
-        )
-
-    def along(self, path: Path) -> TruncatedAttention:
-        """The same operators restricted to one path."""
-        exact, cheap = self.exact.along(path), self.cheap.along(path)
-        error = _error(exact, self.norms, self.dropped)
-        return replace(self, exact=exact, cheap=cheap, error=error, lower=torch.zeros_like(error), start=None)
-
-    def subset(self, index: Tensor) -> TruncatedAttention:
-        part = super().subset(index)
-        assert isinstance(part, TruncatedAttention)
-        maps = self.exact.projection.maps_of(index).cpu()
-        return replace(
-            part, sizes=self.sizes.select(maps), norms=self.norms[:, maps], dropped=self.dropped.select(maps)
-        )
-
     @full_precision
     @torch.no_grad()
     def matvec_within(self, v: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
+        """J v of the exact maps with errors of at most ``limit``, and bounds on them, float64 of the batch shape."""
         query, key, value = self.exact.tangents(v)
         widest = self.norms[3].to(value)[:, None, None]
         dropped, error = self.sizes.droppable_forward((query, key, widest * value), self._for_heads(limit))
@@ -162,6 +109,7 @@ class TruncatedAttention(Truncated):
     @full_precision
     @torch.no_grad()
     def rmatvec_within(self, u: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
+        """Jᵀ u, likewise."""
         each = u.reshape(-1, *self.out_shape)
         each = each.repeat_interleave(len(self.exact.mixing.query) // len(each), dim=0)
         dropped, error = self.sizes.droppable_backward(each, self.norms[:3], self._for_heads(limit))
@@ -175,6 +123,32 @@ class TruncatedAttention(Truncated):
 
     def _of_heads(self, errors: Tensor) -> Tensor:
         return errors.reshape(*self.batch_shape, -1).sum(-1)
+
+    def size(self) -> Tensor:
+        return self.cheap.size() + self.error
+
+    def value_at(self, f: Callable[[Tensor], Tensor] | None, x: Tensor) -> Tensor | None:
+        return self.exact.value_at(f, x)
+
+    def lift_in(self, v: Tensor) -> Tensor:
+        return self.cheap.lift_in(v)
+
+    def lift_out(self, u: Tensor) -> Tensor:
+        return self.cheap.lift_out(u)
+
+    def along(self, path: Path) -> Truncated:
+        """The same operators restricted to one path."""
+        exact, cheap = self.exact.along(path), self.cheap.along(path)
+        error = _error(exact, self.norms, self.dropped)
+        return replace(self, exact=exact, cheap=cheap, error=error, lower=torch.zeros_like(error), start=None)
+
+    def subset(self, index: Tensor) -> Truncated:
+        error, lower = (t.reshape(-1)[index.cpu()] for t in (self.error, self.lower))
+        start = None if self.start is None else self.start.reshape(-1, *self.in_shape)[index]
+        maps = self.exact.projection.maps_of(index).cpu()
+        dropped = replace(self.dropped, bounds=self.dropped.bounds[:, maps])
+        exact, cheap = self.exact.subset(index), self.cheap.subset(index)
+        return Truncated(exact, cheap, error, lower, start, self.sizes.select(maps), self.norms[:, maps], dropped)
 
 
 def _error(exact: AttentionJacobian, norms: Tensor, dropped: DroppedTiles) -> Tensor:
@@ -193,7 +167,7 @@ def truncated_jacobian(
     per_head: bool = False,
     reduced: bool = False,
     memory: int = DEFAULT_MEMORY,
-) -> TruncatedAttention:
+) -> Truncated:
     """The Jacobian of an attention map at x without its smallest tiles, beside the exact one.
 
     Args:
@@ -206,7 +180,7 @@ def truncated_jacobian(
     dtype = dtype_of_products(attention, x)
     tokens = x.detach().reshape(-1, *x.shape[-2:])
 
-    def build(dtype: torch.dtype) -> tuple[TruncatedAttention, Rounding]:
+    def build(dtype: torch.dtype) -> tuple[Truncated, Rounding]:
         point = EvaluationPoint.at(attention, tokens, dtype)
         mixing, sizes = sized_mixing(attention, point, dtype, memory)
         exact = AttentionJacobian.of(attention, point, mixing, x.shape[:-2], per_head, reduced)
@@ -236,16 +210,13 @@ def truncated_jacobian(
 
 def path_norms(attention: AttentionMap, point: EvaluationPoint) -> Tensor:
     """N_q, N_k, N_v of `dropped_tiles` and ‖W_O‖, ``(4, maps)``: exact norms of the projections."""
-    weights = (attention.query_weight, attention.key_weight, attention.value_weight)
-    norms = [torch.linalg.matrix_norm(weight.double(), 2) for weight in weights]
+    norms = [torch.linalg.matrix_norm(weight.double(), 2) for weight in attention.input_weights]
     norms = [per_map(norm, size, attention) * size for norm, size in zip(norms, point.sizes, strict=True)]
     out = per_map(torch.linalg.matrix_norm(attention.output_weight.double(), 2), norms[2], attention)
     return torch.stack([*norms[:2], norms[2] * out, out]).cpu()
 
 
-def _truncated(
-    exact: AttentionJacobian, sizes: TileSizes, norms: Tensor, skip: float, memory: int
-) -> TruncatedAttention:
+def _truncated(exact: AttentionJacobian, sizes: TileSizes, norms: Tensor, skip: float, memory: int) -> Truncated:
     """The Jacobian without the smallest tiles: those that together are at most about ``skip`` of its norm.
 
     Where these are few, products without them are no cheaper, and only so few are dropped that both ends may move by
@@ -253,7 +224,7 @@ def _truncated(
     """
     maps, path = len(exact.mixing.query), norms[:3]
     every = (path * sizes.bounds_of(torch.ones(sizes.sizes.shape[1], dtype=torch.bool), maps).bounds).sum(0)
-    rough = TruncatedAttention.without(exact, sizes.smallest_within(path, _FIRST_SHARE * every), sizes, norms, memory)
+    rough = Truncated.without(exact, sizes.smallest_within(path, _FIRST_SHARE * every), sizes, norms, memory)
     lower, start = power_iteration(rough.cheap, _POWER_STEPS)
     heads = maps // max(1, exact.batch_size)
     budget = (lower.reshape(-1, 1) / heads).expand(-1, heads).reshape(-1)
@@ -261,7 +232,7 @@ def _truncated(
     if bool(dropped.double().mean() < _WORTH):
         dropped = sizes.smallest_within(path, min(skip, _LITTLE) * budget)
     del rough
-    return replace(TruncatedAttention.without(exact, dropped, sizes, norms, memory), lower=lower, start=start)
+    return replace(Truncated.without(exact, dropped, sizes, norms, memory), lower=lower, start=start)
 
 
 def _smallest_for_norm(sizes: TileSizes, norms: Tensor, budget: Tensor, skip: float) -> Tensor:
