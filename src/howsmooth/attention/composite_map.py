@@ -32,7 +32,7 @@ from howsmooth._util.validation import check_tensor, shown, validated
 from howsmooth.attention.attention_map import MapModule, batched
 from howsmooth.attention.dot_product_map import SelfAttention
 from howsmooth.attention.masks import DenseBias, LogitBias, Maps, Terms, softmax
-from howsmooth.attention.stages import Behind, Chain, TokenDerivative, TokenStage
+from howsmooth.attention.stages import IDENTITY, Behind, Chain, TokenDerivative, TokenStage
 from howsmooth.errors import InvalidInput
 
 
@@ -147,13 +147,13 @@ class Parts:
     Attributes:
         attention: plain attention; without its output projection where there is a gate.
         tokens: the input of it, ``(batch, tokens, width)``.
-        derivative: of the features; None where they are the tokens themselves.
+        derivative: of the features; the empty chain where they are the tokens themselves.
     """
 
     attention: SelfAttention
     tokens: Tensor
     placement: Placement
-    derivative: TokenDerivative | None = None
+    derivative: TokenDerivative = IDENTITY
     gate: Gate | None = None
 
 
@@ -290,7 +290,7 @@ class ComposedAttention(Composite):
         return torch.softmax(torch.cat([logits, sink], dim=-1), dim=-1)[..., :-1]
 
     def parts(self, x: Tensor) -> Parts:
-        z, derivative = (x, None) if self.features is None else self.features.linearize(x)
+        z, derivative = (x, IDENTITY) if self.features is None else self.features.linearize(x)
         n, width = z.shape[-2:]
         before = 0 if self.sinks is None else 1
         placed = slice(before, n + before)

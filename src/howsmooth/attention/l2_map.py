@@ -51,26 +51,17 @@ class L2SelfAttention(AttentionMap):
         value_factor: bool = True,
         mask: LogitBias | Tensor | str | None = None,
     ):
-        matrices = query.dim() == value.dim() == 2 and 0 not in query.shape
-        if not matrices or heads < 1 or query.shape[0] % heads or value.shape[0] % heads:
-            raise InvalidInput(
-                f"L2 attention needs matrices whose rows split into {heads} heads, got query {tuple(query.shape)} "
-                f"and value {tuple(value.shape)}."
-            )
         for weight, name in ((query, "query"), (value, "value")):
-            check_tensor(weight, name)
+            check_tensor(weight, name, dims=(2,))
         if query.dtype != value.dtype:
             raise InvalidInput(f"query and value have the dtypes {query.dtype} and {value.dtype}: convert one of them.")
-        temperature = (query.shape[0] / heads) ** 0.5
-        effective = value
-        if value_factor:
-            tied = query.reshape(heads, -1, query.shape[1])
-            values = value.reshape(heads, -1, value.shape[1])
-            effective = (values @ tied.mT @ tied / temperature).reshape(value.shape)
-            check_no_nan(effective, "the product of the value and query weights")
         keys = query if key is None else key
-        super().__init__(query, keys, effective, output, heads=heads, logit_biases=as_mask(mask))
-        self.register_buffer("plain_value", value.reshape(heads, -1, value.shape[1]))
+        super().__init__(query, keys, value, output, heads=heads, logit_biases=as_mask(mask))
+        temperature, tied = self.query_weight.shape[1] ** 0.5, self.query_weight
+        self.register_buffer("plain_value", self.value_weight)
+        if value_factor:
+            self.value_weight = self.plain_value @ tied.mT @ tied / temperature
+            check_no_nan(self.value_weight, "the product of the value and query weights")
         self.tied, self.value_factor, self.temperature = key is None, value_factor, temperature
 
     def project_about(self, moved: Tensor) -> Heads:

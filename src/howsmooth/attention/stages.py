@@ -116,6 +116,10 @@ class Chain(TokenDerivative):
         return math.prod((link.size() for link in self.links), start=1.0)
 
 
+IDENTITY = Chain(())
+"""The derivative of no stage at all."""
+
+
 class Scale(TokenStage):
     """y = c·x."""
 

@@ -17,7 +17,6 @@ many layers this bound is far above what happens: `howsmooth.jacobians.closed_ma
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import cached_property, reduce
 from itertools import pairwise
@@ -29,7 +28,6 @@ from howsmooth._util.guarantee import weakest
 from howsmooth._util.validation import validated
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import Accuracy, JacobianOperator
-from howsmooth.numerics.spectral_norms import least_component
 
 _OF_ONE_PRODUCT = 2.0
 """Relative error, in eps, of a product beyond what a part states as its noise."""
@@ -185,27 +183,3 @@ class Sum(_Composed):
 
     def rmatvec(self, u: Tensor) -> Tensor:
         return reduce(torch.add, [part.rmatvec(u) for part in self.parts]).to(self.dtype)
-
-
-def power_bound(op: JacobianOperator, steps: int = 4, failing: float = 1e-6, seed: int = 0) -> Tensor:
-    r"""An upper bound on ‖J‖ from ``steps`` products with JᵀJ, true with probability 1 − ``failing``.
-
-    ‖(JᵀJ)^q v‖ ≥ σ^{2q} τ for a random unit vector v (`howsmooth.numerics.spectral_norms.least_component`). The bound
-    exceeds σ by up to τ^{−1/2q}, ten times or so: enough for sizes that are multiplied by eps.
-
-    >>> from howsmooth.jacobians.operator import MatrixOperator
-    >>> 1 <= float(power_bound(MatrixOperator(torch.eye(100)))) < 20
-    True
-    """
-    tau = least_component(op.in_size, failing)
-    generator = torch.Generator().manual_seed(seed)
-    shape = (*op.batch_shape, *op.in_shape)
-    v = torch.randn(shape, generator=generator, dtype=op.dtype).to(op.device)
-    axes = tuple(range(-len(op.in_shape), 0))
-    log = torch.zeros(op.batch_shape, dtype=torch.float64)
-    for step in range(steps + 1):
-        length = torch.linalg.vector_norm(v.double(), dim=axes, keepdim=True)
-        if step:
-            log = log + length.cpu().reshape(op.batch_shape).log()
-        v = op.rmatvec(op.matvec((v / length.clamp_min(torch.finfo(v.dtype).tiny)).to(op.dtype))) if step < steps else v
-    return ((log - math.log(tau)) / (2 * steps)).exp()

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from howsmooth._util.torch_globals import full_precision
 from howsmooth._util.validation import check_finite, validated
-from howsmooth.attention.attention_map import AttentionMap, Heads
+from howsmooth.attention.attention_map import AttentionMap, Heads, MapModule
 from howsmooth.attention.memory_layout import prefers_channels_first
 from howsmooth.attention.stages import Chain
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians.function_checks import check_tokens, random_like
-from howsmooth.jacobians.operator import Accuracy, JacobianOperator
-from howsmooth.jacobians.product_error import Moments, PathErrors, WeightNorms
+from howsmooth.jacobians.function_checks import check_tokens
+from howsmooth.jacobians.operator import Accuracy, JacobianOperator, power_steps, random_like
+from howsmooth.jacobians.product_error import Moments, PathErrors, WeightNorms, select_maps
 from howsmooth.jacobians.projection import BlockProjection, HeadProjection, Projection
 from howsmooth.jacobians.softmax_products import EvaluationPoint, Mixing
 from howsmooth.jacobians.tiles import Tile, trim_memory
@@ -57,8 +57,8 @@ class AttentionJacobian(JacobianOperator):
     def __post_init__(self) -> None:
         query, n = self.mixing.query, self.mixing.query.shape[1]
         vars(self).update(
-            in_shape=torch.Size([n, self.projection.in_width]),
-            out_shape=torch.Size([n, self.projection.out_width]),
+            in_shape=torch.Size([n, self.projection.weight_in.shape[-2]]),
+            out_shape=torch.Size([n, self.projection.weight_out.shape[-1]]),
             dtype=query.dtype,
             device=query.device,
             method="closed form, streamed" if self.mixing.streamed else "closed form",
@@ -208,7 +208,7 @@ class AttentionJacobian(JacobianOperator):
             chains=tuple(chain.select(maps) for chain in self.chains),
             projection=self.projection.select(index),
             batch_shape=index.shape,
-            errors=None if self.errors is None else self.errors.select(maps),
+            errors=None if self.errors is None else select_maps(self.errors, maps),
         )
 
     def lift_in(self, v: Tensor) -> Tensor:
@@ -296,7 +296,7 @@ def unbounded_jacobian(attention: AttentionMap, x: Tensor, memory: int) -> Atten
     return AttentionJacobian(mixing, point.chains, BlockProjection.of(attention, x.dtype), x.shape[:-2])
 
 
-def dtype_of_products(attention: AttentionMap, x: Tensor) -> torch.dtype:
+def dtype_of_products(attention: MapModule, x: Tensor) -> torch.dtype:
     """The wider dtype of x and the weights, at least float32, once both are finite and fit each other."""
     check_tokens(x)
     if x.shape[-1] != attention.in_features:
@@ -305,9 +305,10 @@ def dtype_of_products(attention: AttentionMap, x: Tensor) -> torch.dtype:
             f"x has shape {tuple(x.shape)}, expected (…, n, {attention.in_features})."
         )
     for name, tensor in attention.named_buffers():
-        if tensor.is_floating_point() and not name.startswith("logit_biases"):
+        if tensor.is_floating_point() and "logit_biases" not in name:
             check_finite(tensor, name.replace("_", " "))
-    attention.terms.check(x.shape[-2], attention.heads, math.prod(x.shape[:-2]))
+    if isinstance(attention, AttentionMap):
+        attention.terms.check(x.shape[-2], attention.heads, math.prod(x.shape[:-2]))
     return torch.promote_types(torch.promote_types(x.dtype, attention.dtype), torch.float32)
 
 
@@ -340,12 +341,8 @@ def resolved_in_float32(
     if is_exact_enough():
         return operator
     v = random_like(torch.empty(*operator.batch_shape, *operator.in_shape, dtype=operator.dtype)).to(operator.device)
-    for step in range(_POWER_STEPS):
-        moved = operator.matvec(v)
-        v = operator.rmatvec(moved)
-        lengths = [torch.linalg.vector_norm(t.double(), dim=(-2, -1)) for t in (moved, v)]
-        size = torch.maximum(size, torch.where(lengths[0] > 0, lengths[1] / lengths[0], 0.0))
-        v = (v / lengths[1].clamp_min(torch.finfo(v.dtype).tiny)[..., None, None]).to(v.dtype)
+    for step, (moved, back) in enumerate(power_steps(operator, v, _POWER_STEPS)):
+        size = torch.maximum(size, torch.where(moved > 0, back / moved, 0.0))
         if step == 0 and not is_exact_enough():
             operator = sharpened()
         if is_exact_enough():

@@ -45,8 +45,7 @@ from howsmooth.jacobians.attention_operator import (
     unbounded_jacobian,
 )
 from howsmooth.jacobians.function_checks import check_tokens
-from howsmooth.jacobians.operator import Accuracy, JacobianOperator
-from howsmooth.jacobians.start_vector import random_start, start_stream
+from howsmooth.jacobians.operator import Accuracy, JacobianOperator, random_start, start_stream
 from howsmooth.jacobians.tokenwise import TokenwiseJacobian
 
 _SAFETY = 4.0

@@ -62,7 +62,7 @@ from torch import Tensor
 from howsmooth.attention.attention_map import AttentionMap
 from howsmooth.jacobians.product_error import Moments, MomentSums
 from howsmooth.jacobians.softmax_products import EvaluationPoint, Mixing
-from howsmooth.jacobians.tiles import TILE_COLS, Tile
+from howsmooth.jacobians.tiles import TILE_COLS, Tile, tiles_between
 
 _OF_SUMS = 1 + 1e-3
 """For the rounding of the sums, of positive numbers in single precision."""
@@ -245,7 +245,9 @@ def sized_mixing(
     mixing = Mixing.unevaluated(attention, point, dtype)
     sums = _TileSums(mixing, attention.output_weight)
     tiles: list[Tile] = []
-    for band in _bands(mixing, sums.side):
+    count, n, _ = mixing.query.shape
+    width = max(1, TILE_COLS // sums.side) * sums.side
+    for band in tiles_between(count, n, mixing.logits.terms, 1, sums.side, width, grid=sums.side):
         arrays = 1 if mixing.plain else 2
         stored = arrays * dtype.itemsize * sum(tile.size for tile in band) <= memory
         weights, factors = sums.add(band, stored)
@@ -262,21 +264,6 @@ def sharp_moments(mixing: Mixing) -> Moments:
     for tile in mixing.tiles:
         seen.add(tile.queries, tile.keys, mixing.weights_of(tile)[0])
     return seen.moments()
-
-
-def _bands(mixing: Mixing, side: int) -> Iterator[list[Tile]]:
-    """The tiles of each block of ``side`` queries, hidden ones left out; their edges are multiples of ``side``."""
-    count, n, _ = mixing.query.shape
-    width = max(1, TILE_COLS // side) * side
-    for m in range(count):
-        for start in range(0, n, side):
-            stop = min(start + side, n)
-            low, high = mixing.logits.terms.key_range(start, stop, n)
-            low, high = low // side * side, min(-(-high // side) * side, n)
-            yield [
-                Tile(slice(m, m + 1), slice(start, stop), slice(left, min(left + width, high)))
-                for left in range(low, high, width)
-            ]
 
 
 class _TileSums:

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from howsmooth._util.common import first_tensor, relative_error
 from howsmooth._util.validation import check_finite, check_tensor
 from howsmooth.errors import InvalidInput, NotDifferentiable
+from howsmooth.jacobians.operator import random_like
 
 # Relative difference up to which two evaluations count as one. It does not shrink in float64, because many models
 # round to float32 inside whatever the dtype of x (the RMSNorm of transformers' Llama does).
@@ -165,12 +166,6 @@ def mixing_error() -> InvalidInput:
         "f mixes the items of the batch, or reads the axes of x in another order than (batch, n, d): transpose inside "
         "f, or pass one input of shape (n, d)."
     )
-
-
-def random_like(tensor: Tensor, seed: int = 0) -> Tensor:
-    """Standard normal numbers of the same shape, dtype and device, from their own generator."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype).to(tensor.device)
 
 
 def _short(dtype: torch.dtype) -> str:

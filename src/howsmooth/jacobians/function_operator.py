@@ -57,7 +57,7 @@ from howsmooth._util.validation import validated
 from howsmooth.errors import InvalidInput, NotDifferentiable
 from howsmooth.jacobians import function_checks
 from howsmooth.jacobians.function_checks import moves_otherwise
-from howsmooth.jacobians.operator import Accuracy, JacobianOperator
+from howsmooth.jacobians.operator import Accuracy, JacobianOperator, random_like
 
 _MOST_DENSE_ROWS = 4096
 _NUMBERS_PER_CHUNK = 2**21
@@ -106,7 +106,7 @@ def function_jacobian(f: Callable[[Tensor], Any], x: Tensor, notes: Sequence[str
         tape = _Tape.record(call, point)
         function_checks.check_output(tape.output, point)
         function_checks.check_repeatable(lambda: _Tape.record(call, point).output, tape.output)
-        u = function_checks.random_like(tape.output)
+        u = random_like(tape.output)
         try:
             pulled = tape.pull(u)
         except RuntimeError as error:
@@ -297,7 +297,7 @@ def _forward_products(
 
     Where the derivative vanishes but for rounding, there is nothing to agree on: the error says so.
     """
-    v, absolute = function_checks.random_like(x, seed=1), 0.0
+    v, absolute = random_like(x, seed=1), 0.0
     point, value = (float(torch.linalg.vector_norm(t.detach())) for t in (x, tape.output))
     rounding = _VANISHES * torch.finfo(x.dtype).eps * max(value, tape.output.numel() ** 0.5) / (point or 1.0)
     vanishes = _relative_length(pulled, u) <= rounding
@@ -356,7 +356,7 @@ def _linearized(call: Map, x: Tensor, v: Tensor, jv: Tensor, notes: list[str]) -
             push = linearized(call, x)
             first = push(v)
             stored = first.clone()
-            second = push(function_checks.random_like(v, seed=2))
+            second = push(random_like(v, seed=2))
             again = push(v)
     except Exception as error:
         notes.append(f"f cannot be linearized once: {first_line(error, kind=True)}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,9 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from howsmooth._util.common import random_stream
 from howsmooth._util.guarantee import Guarantee
 from howsmooth._util.validation import validated
 from howsmooth.errors import InvalidInput
+from howsmooth.numerics.spectral_norms import least_component
 
 if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator
@@ -58,7 +60,7 @@ class JacobianOperator(ABC):
         method: a few words for reports: how the products are computed.
         notes: sentences the reader of a result should know.
         accuracy: the errors of its products.
-        cached_product: a vector that measurements start from (`howsmooth.jacobians.start_vector`) and its product,
+        cached_product: a vector that measurements start from (`random_start`) and its product,
             where the construction of the operator has made it.
     """
 
@@ -94,8 +96,6 @@ class JacobianOperator(ABC):
 
         From a few products, and true with probability 1 − 10⁻⁶, unless the operator knows better.
         """
-        from howsmooth.jacobians.algebra import power_bound
-
         return power_bound(self)
 
     def __matmul__(self, other: JacobianOperator) -> JacobianOperator:
@@ -284,3 +284,58 @@ class _Adjoint(JacobianOperator):
     @property
     def adjoint(self) -> JacobianOperator:
         return self.parent
+
+
+def random_like(tensor: Tensor, seed: int = 0) -> Tensor:
+    """Standard normal numbers of the same shape, dtype and device, from their own generator."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype).to(tensor.device)
+
+
+_PURPOSE = "golub-kahan start"
+
+
+def start_stream(seed: int = 0, run: int = 0) -> torch.Generator:
+    """Random numbers for the start of a measurement with this seed, and for its further runs."""
+    return random_stream(seed, f"{_PURPOSE} {run}" if run else _PURPOSE)
+
+
+def random_start(maps: int, size: int, like: Tensor, generator: torch.Generator) -> Tensor:
+    """Uniform on the sphere, one for each map, drawn on the CPU so that a seed means the same on every device.
+
+    >>> bool((random_start(2, 5, torch.zeros(()), start_stream()).norm(dim=-1) - 1).abs().max() < 1e-6)
+    True
+    """
+    v = torch.randn(maps, size, generator=generator, dtype=like.dtype).to(like.device)
+    return v / torch.linalg.vector_norm(v, dim=-1, keepdim=True, dtype=torch.float64).to(v)
+
+
+def power_steps(op: JacobianOperator, v: Tensor, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """|Jv| and |JᵀJv| of every map, float64, step by step of the power method: v becomes JᵀJv/|JᵀJv| in each."""
+    shape = (*op.batch_shape, *[1] * len(op.in_shape))
+    for _ in range(steps):
+        moved = op.matvec(v)
+        v = op.rmatvec(moved)
+        lengths = [
+            torch.linalg.vector_norm(t.double(), dim=tuple(range(-len(axes), 0)))
+            for t, axes in ((moved, op.out_shape), (v, op.in_shape))
+        ]
+        yield lengths[0], lengths[1]
+        v = (v / lengths[1].clamp_min(torch.finfo(v.dtype).tiny).reshape(shape)).to(op.dtype)
+
+
+def power_bound(op: JacobianOperator, steps: int = 4, failing: float = 1e-6, seed: int = 0) -> Tensor:
+    r"""An upper bound on ‖J‖ from ``steps`` products with JᵀJ, true with probability 1 − ``failing``.
+
+    ‖(JᵀJ)^q v‖ ≥ σ^{2q} τ for a random unit vector v (`howsmooth.numerics.spectral_norms.least_component`). The bound
+    exceeds σ by up to τ^{−1/2q}, ten times or so: enough for sizes that are multiplied by eps.
+
+    >>> 1 <= float(power_bound(MatrixOperator(torch.eye(100)))) < 20
+    True
+    """
+    v = random_like(torch.empty((*op.batch_shape, *op.in_shape), dtype=op.dtype), seed).to(op.device)
+    length = torch.linalg.vector_norm(v.double(), dim=tuple(range(-len(op.in_shape), 0)), keepdim=True)
+    log = torch.zeros(op.batch_shape, dtype=torch.float64)
+    for _, back in power_steps(op, (v / length).to(op.dtype), steps):
+        log = log + back.cpu().log()
+    return ((log - math.log(least_component(op.in_size, failing))) / (2 * steps)).exp()

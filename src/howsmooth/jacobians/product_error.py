@@ -43,9 +43,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -56,6 +56,9 @@ from howsmooth.numerics.spectral_norms import spectral_bound
 
 if TYPE_CHECKING:
     from howsmooth.jacobians.softmax_products import EvaluationPoint, Mixing
+
+
+_N = TypeVar("_N", "Moments", "PathErrors")
 
 
 @dataclass(frozen=True)
@@ -105,10 +108,6 @@ class PathErrors:
             scores = _at_most(scores, stacked[0] * largest[0] + stacked[1] * largest[1])
             values = _at_most(values, stacked[2] * largest[2])
         return cls(out * (scores + underflow), out * (values + underflow))
-
-    def select(self, index: Tensor) -> PathErrors:
-        """The bounds of some maps."""
-        return PathErrors(self.score[index], self.value[index])
 
     def along(self, path: str) -> Tensor:
         """The bound for one path, or for both together."""
@@ -214,6 +213,11 @@ class WeightNorms:
         ]
 
 
+def select_maps(numbers: _N, index: Tensor) -> _N:
+    """The `Moments` or `PathErrors` of some maps."""
+    return replace(numbers, **{name: tensor[index] for name, tensor in vars(numbers).items()})
+
+
 def per_map(per_head: Tensor, maps: Tensor, attention: AttentionMap) -> Tensor:
     """A number per head (or per key–value head) as one per map of ``maps``, heads running fastest."""
     return per_head.repeat_interleave(attention.heads // len(per_head)).repeat(len(maps) // attention.heads)
@@ -252,10 +256,6 @@ class Moments:
     lone_spread: Tensor
     lone: Tensor
     sink: Tensor
-
-    def select(self, index: Tensor) -> Moments:
-        """The moments of some maps."""
-        return Moments(*(getattr(self, field.name)[index] for field in fields(self)))
 
 
 class MomentSums:

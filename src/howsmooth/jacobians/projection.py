@@ -21,20 +21,14 @@ from howsmooth.attention.memory_layout import in_layout, join_channels, join_hea
 
 
 class Projection(ABC):
-    """The linear ends of an attention map, seen as a batch of maps on tokens."""
+    """The linear ends of an attention map, seen as a batch of maps on tokens.
+
+    Attributes:
+        weight_in, weight_out: ``(…, width of an input token, ·)`` and ``(…, ·, width of an output token)``.
+    """
 
     weight_in: Tensor
     weight_out: Tensor
-
-    @property
-    def in_width(self) -> int:
-        """Width of an input token."""
-        return self.weight_in.shape[-2]
-
-    @property
-    def out_width(self) -> int:
-        """Width of an output token."""
-        return self.weight_out.shape[-1]
 
     @abstractmethod
     def into_heads(self, v: Tensor) -> Heads:

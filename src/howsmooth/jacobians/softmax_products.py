@@ -36,7 +36,7 @@ from howsmooth.attention.attention_map import AttentionMap
 from howsmooth.attention.memory_layout import add_product, channels_first, zeros_in_layout
 from howsmooth.attention.stages import Chain
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians.product_error import Moments, MomentSums, OutputSums, per_map
+from howsmooth.jacobians.product_error import Moments, MomentSums, OutputSums, per_map, select_maps
 from howsmooth.jacobians.tiles import Logits, Tile, WeightMemory, Workspace, bands, fits_at_once
 from howsmooth.numerics.roundoff import spread_of_sum
 
@@ -275,7 +275,7 @@ class Mixing:
         tensors = {name: getattr(self, name)[index] for name in ("query", "key", "value", "output", "tops", "sums")}
         maps = self.logits.maps.select(index)
         logits = replace(self.logits, query=self.logits.query[index], key=self.logits.key[index], maps=maps)
-        moments = None if self.moments is None else self.moments.select(index)
+        moments = None if self.moments is None else select_maps(self.moments, index)
         return replace(self, **tensors, tiles=tiles, logits=logits, moments=moments)
 
     def mixed_values(self, attention: AttentionMap, tokens: Tensor) -> Tensor:

@@ -165,12 +165,19 @@ def bands(maps: int, n: int, terms: Terms, device: torch.device) -> Iterator[lis
     side = max(1, math.isqrt(entries // TILE_SIZE))
     rows = min(max(1, side * TILE_ROWS // MASKED_SHARE) if terms else side * TILE_ROWS, n)
     cols = side * TILE_COLS
-    group = max(1, entries // (rows * min(cols, n)))
+    return tiles_between(maps, n, terms, max(1, entries // (rows * min(cols, n))), rows, cols)
+
+
+def tiles_between(
+    maps: int, n: int, terms: Terms, group: int, rows: int, cols: int, grid: int = 1
+) -> Iterator[list[Tile]]:
+    """The visible tiles of each block of ``rows`` queries of ``group`` maps, with edges at multiples of ``grid``."""
     for first in range(0, maps, group):
         together = slice(first, min(first + group, maps))
         for start in range(0, n, rows):
             stop = min(start + rows, n)
             low, high = terms.key_range(start, stop, n)
+            low, high = low // grid * grid, min(-(-high // grid) * grid, n)
             edges = [low, *range(low + cols, high, cols), high]
             yield [
                 Tile(together, slice(start, stop), slice(left, right))

@@ -23,8 +23,7 @@ from howsmooth.jacobians.attention_operator import (
     resolved_in_float32,
 )
 from howsmooth.jacobians.dropped_tiles import DroppedTiles, TileSizes, sharp_moments, sized_mixing
-from howsmooth.jacobians.function_checks import random_like
-from howsmooth.jacobians.operator import Accuracy, JacobianOperator
+from howsmooth.jacobians.operator import Accuracy, JacobianOperator, random_like
 from howsmooth.jacobians.product_error import PathErrors, WeightNorms, per_map
 from howsmooth.jacobians.softmax_products import EvaluationPoint
 
