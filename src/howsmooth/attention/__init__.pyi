@@ -2,11 +2,9 @@ from .attention_map import AttentionMap
 from .autodiff_maps import GradientStepAttention, LipschitzNormAttention
 from .composite_map import ComposedAttention, CrossAttention
 from .conversion import as_attention_map
-from .dot_product_map import CosineAttention, SelfAttention, SigmoidAttention
-from .l2_map import L2SelfAttention
-from .masks import Causal, Chunked, DenseBias, LogitBias, Padding, SlidingWindow
-from .positions import ALiBi, RelativeBias, Rotary
-from .stages import UnitNorm
+from .dot_product_map import CosineAttention, L2SelfAttention, SelfAttention, SigmoidAttention
+from .masks import ALiBi, Causal, Chunked, DenseBias, LogitBias, Padding, RelativeBias, SlidingWindow
+from .stages import Rotary, UnitNorm
 
 __all__ = [  # maps
     "AttentionMap",

@@ -2,12 +2,13 @@
 
 A `LogitBias` adds a constant (independent of the tokens) to the logit of query i and key j; −∞ hides j from i. It
 gives, for a block of queries and keys, the range of visible keys (so that hidden blocks are skipped) and the term
-inside the block. Its facts serve as assumptions of theorems: the visible pairs, and their number per token. Masks live
-here, and `Terms`, several terms as one; position-dependent terms in `positions`.
+inside the block. Its facts serve as assumptions of theorems: the visible pairs, and their number per token. `Terms` are
+several terms as one.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -16,7 +17,14 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from howsmooth._util.validation import Count, check_readable, shown, validated
+from howsmooth._util.validation import (
+    Count,
+    check_count,
+    check_readable,
+    check_weights,
+    shown,
+    validated,
+)
 from howsmooth.errors import InvalidInput
 
 HIDDEN = float("-inf")
@@ -318,6 +326,70 @@ class DenseBias(LogitBias):
                 f"the mask has shape {tuple(self.bias.shape)}, but the input has {batch} item(s), {heads} head(s) "
                 f"and {n} tokens."
             )
+
+
+class ALiBi(LogitBias):
+    """Linear biases (Press et al. 2022): the logit of (i, j) in head h gains −slope_h·|i − j|."""
+
+    sight: Sight = "full"
+    keeps_self = True
+
+    @validated
+    def __init__(self, slopes: Tensor):
+        super().__init__()
+        if slopes.dim() != 1 or not bool(torch.isfinite(slopes).all()):
+            raise InvalidInput(f"ALiBi needs one finite slope per head, got a tensor of shape {tuple(slopes.shape)}.")
+        self.slopes: Tensor
+        self.register_buffer("slopes", slopes, persistent=False)
+
+    @classmethod
+    @validated
+    def standard(cls, heads: int) -> ALiBi:
+        """The slopes of the paper: 2^{−8/m}, 2^{−16/m}, … for m = heads a power of two, interpolated otherwise."""
+        check_weights(check_count(heads, "heads"), "ALiBi")
+        closest = 2 ** math.floor(math.log2(heads))
+        slopes = [2 ** (-8 * (h + 1) / closest) for h in range(closest)]
+        slopes += [2 ** (-4 * (2 * h + 1) / closest) for h in range(heads - closest)]
+        return cls(torch.tensor(slopes, dtype=torch.float64))
+
+    def block(self, rows: slice, cols: slice, maps: Maps) -> Tensor:
+        distance = (maps.positions(rows)[:, None] - maps.positions(cols)).abs()
+        return -self.slopes[maps.heads, None, None].to(maps.like) * distance
+
+    def check(self, n: int, heads: int, batch: int) -> None:
+        if len(self.slopes) != heads:
+            raise InvalidInput(f"ALiBi has {len(self.slopes)} slopes, but the attention has {heads} heads.")
+
+
+class RelativeBias(LogitBias):
+    """Additive bias by relative position: the logit of (i, j) in head h gains ``table[h, clip(j − i) + reach]``.
+
+    Args:
+        table: ``(heads or 1, 2·reach + 1)``; offsets beyond ± reach use the outermost entries. Bucketed schemes
+            (T5, MPNet) are of this form once their buckets are written out by offset.
+    """
+
+    @validated
+    def __init__(self, table: Tensor):
+        super().__init__()
+        if table.dim() != 2 or table.shape[1] % 2 == 0:
+            raise InvalidInput(f"a relative bias table has shape (heads, 2·reach + 1), got {tuple(table.shape)}.")
+        if bool((table.isnan() | (table == float("inf"))).any()):
+            raise InvalidInput("a relative bias table may hold finite logits and −inf, but this one holds NaN or +inf.")
+        self.table: Tensor
+        self.register_buffer("table", table, persistent=False)
+        self.keeps_self = bool((table[:, table.shape[1] // 2] != HIDDEN).all())
+        self.sight = "full" if bool((table != HIDDEN).all()) else "any"
+
+    def block(self, rows: slice, cols: slice, maps: Maps) -> Tensor:
+        reach = self.table.shape[1] // 2
+        offset = maps.positions(cols) - maps.positions(rows)[:, None]
+        table = self.table if len(self.table) == 1 else self.table[maps.heads]
+        return table.to(maps.like)[:, offset.clamp(-reach, reach) + reach]
+
+    def check(self, n: int, heads: int, batch: int) -> None:
+        if len(self.table) not in (1, heads):
+            raise InvalidInput(f"the relative bias has {len(self.table)} rows, but the attention has {heads} heads.")
 
 
 def softmax(logits: Tensor) -> Tensor:

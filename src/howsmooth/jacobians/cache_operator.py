@@ -28,8 +28,7 @@ from torch import Tensor
 from howsmooth._util.torch_globals import full_precision
 from howsmooth._util.validation import check_one_of, validated
 from howsmooth.attention.attention_map import AttentionMap
-from howsmooth.attention.positions import Rotary
-from howsmooth.attention.stages import Chain, UnitNorm
+from howsmooth.attention.stages import Chain, Rotary, UnitNorm
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.attention_operator import DEFAULT_MEMORY, AttentionJacobian, attention_jacobian
 from howsmooth.jacobians.operator import JacobianOperator

@@ -59,7 +59,7 @@ from howsmooth.jacobians import function_checks
 from howsmooth.jacobians.function_checks import moves_otherwise
 from howsmooth.jacobians.operator import Accuracy, JacobianOperator, random_like
 
-_MOST_DENSE_ROWS = 4096
+_MAX_DENSE_ROWS = 4096
 _NUMBERS_PER_CHUNK = 2**21
 # Relative errors allowed between forward and reverse mode, and between a trace and what it traces. They catch wrong
 # derivatives, not rounding, and leave room for models that round to float32 inside whatever the dtype of x.
@@ -388,10 +388,10 @@ def _dense_rows(x: Tensor, tape: _Tape) -> _Products:
     y = tape.output
     batch = len(x) if x.dim() == 3 else 1
     out_size, in_size = y.numel() // batch, x.numel() // batch
-    if out_size > _MOST_DENSE_ROWS:
+    if out_size > _MAX_DENSE_ROWS:
         raise NotDifferentiable(
             f"f has no forward mode and cannot be differentiated twice, and its {out_size} outputs are too many to "
-            f"take J row by row (at most {_MOST_DENSE_ROWS}): replace the operation without forward mode (torch.cdist "
+            f"take J row by row (at most {_MAX_DENSE_ROWS}): replace the operation without forward mode (torch.cdist "
             "by |a|² - 2ab + |b|²), or measure fewer tokens."
         )
     basis = torch.eye(out_size, dtype=x.dtype, device=x.device).unsqueeze(1).expand(-1, batch, -1)
