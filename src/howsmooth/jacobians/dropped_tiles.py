@@ -262,7 +262,7 @@ def sharp_moments(mixing: Mixing) -> Moments:
     """The moments of all weights once more, with their squares instead of a bound on them."""
     seen = MomentSums(mixing.key, mixing.value, centred=mixing.softmax)
     for tile in mixing.tiles:
-        seen.add(tile.queries, tile.keys, mixing.weights_of(tile)[0])
+        seen.add(tile, mixing.weights_of(tile)[0])
     return seen.moments()
 
 

@@ -51,6 +51,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention.attention_map import AttentionMap
+from howsmooth.jacobians.tiles import Tile
 from howsmooth.numerics.roundoff import spread_of_sum
 from howsmooth.numerics.spectral_norms import spectral_bound
 
@@ -280,11 +281,12 @@ class MomentSums:
         self.columns = torch.zeros_like(value[..., 0])
         self.keys_apart = torch.zeros_like(value[..., :1], dtype=torch.float64)
 
-    def add(self, queries: tuple[slice, slice], keys: tuple[slice, slice], weights: Tensor) -> None:
+    def add(self, tile: Tile, weights: Tensor) -> None:
         """Take in the weights of one tile."""
-        self.sums[queries].baddbmm_(weights, self.summands[keys])
-        self.columns[keys].add_(weights.sum(-2))
-        self.lone[queries].baddbmm_(weights.square(), self.summands[keys][..., : self.width + 2])
+        summands = self.summands[tile.keys]
+        self.sums[tile.queries].baddbmm_(weights, summands)
+        self.columns[tile.keys].add_(weights.sum(-2))
+        self.lone[tile.queries].baddbmm_(weights.square(), summands[..., : self.width + 2])
 
     def output(self) -> Tensor:
         """O_i = Σ_j P_ij v_j, divided by Σ_j P_ij as it came out where that should be one; 0 where nothing is seen."""
@@ -338,9 +340,9 @@ class OutputSums:
         self.summands = torch.cat([value, torch.ones_like(value[..., :1])], dim=-1)
         self.sums = torch.zeros_like(self.summands)
 
-    def add(self, queries: tuple[slice, slice], keys: tuple[slice, slice], weights: Tensor) -> None:
+    def add(self, tile: Tile, weights: Tensor) -> None:
         """Take in the weights of one tile."""
-        self.sums[queries].baddbmm_(weights, self.summands[keys])
+        self.sums[tile.queries].baddbmm_(weights, self.summands[tile.keys])
 
     def output(self) -> Tensor:
         """As `MomentSums.output`."""

@@ -159,7 +159,7 @@ class Mixing:
                 self.sums[rows] = _sum(held or map(logits.of, band), self.tops[rows])
             for tile, logit in zip(band, held or map(logits.of, band), strict=True):
                 weights, slopes = self._from_logits(tile, logit)
-                seen.add(tile.queries, tile.keys, weights)
+                seen.add(tile, weights)
                 tiles.append(room.store(tile, weights, slopes))
         return self.evaluated(tiles, seen.output(), seen.moments())
 
@@ -194,7 +194,7 @@ class Mixing:
         self = replace(self, **tensors, logits=logits)
         seen = OutputSums(self.value, centred=self.softmax)
         for tile in tiles:
-            seen.add(tile.queries, tile.keys, self.weights_of(tile)[0])
+            seen.add(tile, self.weights_of(tile)[0])
         return self.evaluated(tiles, seen.output(), None)
 
     @property
