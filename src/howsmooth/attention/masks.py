@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from howsmooth._util.validation import (
     Count,
     check_count,
-    check_readable,
     check_weights,
     shown,
     validated,
@@ -277,19 +276,16 @@ class DenseBias(LogitBias):
             ``(n, n)``, ``(heads, n, n)`` or ``(batch or 1, heads or 1, n, n)``.
     """
 
+    @validated
     def __init__(self, bias: Tensor):
         super().__init__()
-        if not isinstance(bias, Tensor):
-            raise InvalidInput(f"a mask must be a torch.Tensor, got {shown(bias)}.")
-        check_readable(bias, "the mask")
         if bias.dim() not in (2, 3, 4) or bias.shape[-1] != bias.shape[-2]:
             raise InvalidInput(
                 f"a mask has shape (n, n), (heads, n, n) or (batch, heads, n, n), got {tuple(bias.shape)}."
             )
         if not (bias.dtype == torch.bool or bias.is_floating_point()):
             raise InvalidInput(f"a mask holds booleans (True = may look) or logits to add, got {bias.dtype}.")
-        if bias.is_floating_point() and bool((bias.isnan() | (bias == float("inf"))).any()):
-            raise InvalidInput("an additive mask may hold finite logits and −inf, but this one holds NaN or +inf.")
+        _check_below_infinity(bias, "an additive mask")
         self.bias: Tensor
         self.register_buffer("bias", bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape)), persistent=False)
         self.items = len(self.bias)
@@ -374,8 +370,7 @@ class RelativeBias(LogitBias):
         super().__init__()
         if table.dim() != 2 or table.shape[1] % 2 == 0:
             raise InvalidInput(f"a relative bias table has shape (heads, 2·reach + 1), got {tuple(table.shape)}.")
-        if bool((table.isnan() | (table == float("inf"))).any()):
-            raise InvalidInput("a relative bias table may hold finite logits and −inf, but this one holds NaN or +inf.")
+        _check_below_infinity(table, "a relative bias table")
         self.table: Tensor
         self.register_buffer("table", table, persistent=False)
         self.keeps_self = bool((table[:, table.shape[1] // 2] != HIDDEN).all())
@@ -390,6 +385,11 @@ class RelativeBias(LogitBias):
     def check(self, n: int, heads: int, batch: int) -> None:
         if len(self.table) not in (1, heads):
             raise InvalidInput(f"the relative bias has {len(self.table)} rows, but the attention has {heads} heads.")
+
+
+def _check_below_infinity(logits: Tensor, name: str) -> None:
+    if bool((logits.isnan() | (logits == float("inf"))).any()):
+        raise InvalidInput(f"{name} may hold finite logits and −inf, but this one holds NaN or +inf.")
 
 
 def softmax(logits: Tensor) -> Tensor:

@@ -101,6 +101,11 @@ class AttentionJacobian(JacobianOperator):
         """Whether every head is a map of its own."""
         return isinstance(self.projection, HeadProjection)
 
+    @property
+    def heads_per_map(self) -> int:
+        """Number of heads that one map of the batch has."""
+        return len(self.mixing.query) // max(1, self.batch_size)
+
     @full_precision
     @torch.no_grad()
     def matvec(self, v: Tensor) -> Tensor:

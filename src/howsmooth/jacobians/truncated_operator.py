@@ -109,15 +109,14 @@ class Truncated(JacobianOperator):
     @torch.no_grad()
     def rmatvec_within(self, u: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
         """Jᵀ u, likewise."""
-        each = u.reshape(-1, *self.out_shape)
-        each = each.repeat_interleave(len(self.exact.mixing.query) // len(each), dim=0)
+        each = u.reshape(-1, *self.out_shape).repeat_interleave(self.exact.heads_per_map, dim=0)
         dropped, error = self.sizes.droppable_backward(each, self.norms[:3], self._for_heads(limit))
         part = replace(self.exact, mixing=self.sizes.without(self.exact.mixing, dropped))
         return part.rmatvec(u), self._of_heads(error)
 
     def _for_heads(self, limit: Tensor) -> Tensor:
         """A bound for every map as one for each of its heads, whose errors add up."""
-        heads = len(self.exact.mixing.query) // max(1, self.batch_size)
+        heads = self.exact.heads_per_map
         return (limit.reshape(-1, 1) / heads).expand(-1, heads).reshape(-1)
 
     def _of_heads(self, errors: Tensor) -> Tensor:
@@ -152,8 +151,7 @@ class Truncated(JacobianOperator):
 
 def _error(exact: AttentionJacobian, norms: Tensor, dropped: DroppedTiles) -> Tensor:
     """A bound on the norm of the dropped part along the path of the operator; the errors of heads add up."""
-    heads = 1 if exact.by_head else len(exact.mixing.query) // max(1, exact.batch_size)
-    query, key, value = math.sqrt(heads) * norms[:3] * dropped.bounds
+    query, key, value = math.sqrt(exact.heads_per_map) * norms[:3] * dropped.bounds
     return exact.of_maps(PathErrors(query + key, value).along(exact.path))
 
 
@@ -225,8 +223,7 @@ def _truncated(exact: AttentionJacobian, sizes: TileSizes, norms: Tensor, skip: 
     every = (path * sizes.bounds_of(torch.ones(sizes.sizes.shape[1], dtype=torch.bool), maps).bounds).sum(0)
     rough = Truncated.without(exact, sizes.smallest_within(path, _FIRST_SHARE * every), sizes, norms, memory)
     lower, start = power_iteration(rough.cheap, _POWER_STEPS)
-    heads = maps // max(1, exact.batch_size)
-    budget = (lower.reshape(-1, 1) / heads).expand(-1, heads).reshape(-1)
+    budget = rough._for_heads(lower)
     dropped = _smallest_for_norm(sizes, path, budget, skip)
     if bool(dropped.double().mean() < _WORTH):
         dropped = sizes.smallest_within(path, min(skip, _LITTLE) * budget)
