@@ -271,10 +271,9 @@ def attention_jacobian(
     torch.Size([5, 8])
     """
     dtype = dtype_of_products(attention, x)
-    tokens = x.detach().reshape(-1, *x.shape[-2:])
 
     def build(dtype: torch.dtype) -> tuple[AttentionJacobian, Rounding]:
-        point = EvaluationPoint.at(attention, tokens, dtype)
+        point = EvaluationPoint.at(attention, x, dtype)
         mixing = Mixing.at(attention, point, dtype, memory)
         rounding = Rounding(attention, point, WeightNorms(attention, dtype))
         return rounding.bounded(
@@ -294,9 +293,8 @@ def attention_jacobian(
 @torch.no_grad()
 def unbounded_jacobian(attention: AttentionMap, x: Tensor, memory: int) -> AttentionJacobian:
     """The Jacobian of a block in the dtype of x without bounds on rounding; `composed_jacobian` measures its error."""
-    tokens = x.detach().reshape(-1, *x.shape[-2:])
-    attention.terms.check(x.shape[-2], attention.heads, len(tokens))
-    point = EvaluationPoint.at(attention, tokens, x.dtype, errors=False)
+    attention.terms.check(x.shape[-2], attention.heads, math.prod(x.shape[:-2]))
+    point = EvaluationPoint.at(attention, x, x.dtype, errors=False)
     mixing = Mixing.at(attention, point, x.dtype, memory, moments=False)
     return AttentionJacobian(mixing, point.chains, BlockProjection.of(attention, x.dtype), x.shape[:-2])
 

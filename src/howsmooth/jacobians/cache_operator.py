@@ -34,7 +34,7 @@ from howsmooth.jacobians.attention_operator import DEFAULT_MEMORY, AttentionJaco
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.jacobians.product_error import PathErrors
 from howsmooth.jacobians.projection import BlockProjection
-from howsmooth.jacobians.softmax_products import EvaluationPoint
+from howsmooth.jacobians.softmax_products import EvaluationPoint, largest_size
 
 Part = Literal["queries", "keys", "values"]
 PARTS: tuple[str, ...] = get_args(Part)
@@ -160,11 +160,9 @@ def cached_jacobian(
 
 def _product_error(attention: AttentionMap, x: Tensor, parent: AttentionJacobian, number: int, chain: Chain) -> Tensor:
     """As ``accuracy.product`` of `AttentionJacobian`, when the tangent enters behind the projections."""
-    tokens = x.detach().reshape(-1, *x.shape[-2:])
-    size = torch.as_tensor(chain.size(), dtype=torch.float64, device=parent.device)
-    size = size.expand(*parent.mixing.query.shape[:2], 1).amax((-2, -1))
+    size = largest_size(chain, parent.mixing.query)
     norms = tuple(size if i == number else torch.zeros_like(size) for i in range(3))
-    point = EvaluationPoint.at(attention, tokens, parent.dtype)
+    point = EvaluationPoint.at(attention, x, parent.dtype)
     errors = PathErrors.of(attention, point, parent.mixing, by_head=parent.by_head, norms=norms).along("all")
     errors = errors.reshape(*parent.batch_shape, -1)
     if parent.by_head:

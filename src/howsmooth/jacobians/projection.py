@@ -20,15 +20,18 @@ from howsmooth.attention.attention_map import AttentionMap, Heads
 from howsmooth.attention.memory_layout import in_layout, join_channels, join_heads, matmul
 
 
+@dataclass(frozen=True)
 class Projection(ABC):
     """The linear ends of an attention map, seen as a batch of maps on tokens.
 
     Attributes:
-        weight_in, weight_out: ``(…, width of an input token, ·)`` and ``(…, ·, width of an output token)``.
+        weight_in, weight_out: ``(…, width of an input token, q + k + v)`` and ``(…, v, width of an output token)``.
+        widths: of queries, keys and values.
     """
 
     weight_in: Tensor
     weight_out: Tensor
+    widths: tuple[int, ...]
 
     @abstractmethod
     def into_heads(self, v: Tensor) -> Heads:
@@ -60,16 +63,13 @@ class Projection(ABC):
 
     def _changed(self, change: Callable[[Tensor], Tensor]) -> Self:
         tensors = {name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **tensors)  # type: ignore[type-var]
+        return replace(self, **tensors)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class BlockProjection(Projection):
     """All heads at once: tokens ``(batch, n, d)``, one fused matrix in, one matrix out."""
 
-    weight_in: Tensor
-    weight_out: Tensor
-    widths: tuple[int, ...]
     heads: int
     kv_heads: int
 
@@ -130,9 +130,6 @@ class HeadProjection(Projection):
     are triangular: queries depend on the first k coordinates alone, keys on the first 2k.
     """
 
-    weight_in: Tensor  # (maps, width, q + k + v)
-    weight_out: Tensor  # (maps, v, width_out)
-    widths: tuple[int, ...]
     basis_in: Tensor | None = None  # (maps, d, width)
     basis_out: Tensor | None = None  # (maps, d_out, width_out)
 

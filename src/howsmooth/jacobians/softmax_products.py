@@ -61,7 +61,8 @@ class EvaluationPoint:
 
     @classmethod
     def at(cls, attention: AttentionMap, x: Tensor, dtype: torch.dtype, errors: bool = True) -> EvaluationPoint:
-        """The point of ``x``, ``(batch, n, d)``, for products in ``dtype``; without ``errors`` they are not bounded."""
+        """The point of ``x``, ``(…, n, d)``, for products in ``dtype``; without ``errors`` they are not bounded."""
+        x = x.detach().reshape(-1, *x.shape[-2:])
         wide = dtype if x.device.type == "mps" else torch.float64
         moved = torch.cat([x, x[:, :1]], dim=-2).to(wide)  # one array for the tokens, and their centre behind them
         tokens, last = moved[:, :-1], moved[:, -1:]
@@ -70,7 +71,7 @@ class EvaluationPoint:
         raw = [projected.flatten(0, 1) for projected in attention.project_about(moved)]
         through = [Chain.through(stages, t) for stages, t in zip(attention.stages(*raw[:2]), raw, strict=True)]
         staged = [t for t, _ in through]
-        sizes = [_largest_size(chain, t) for t, chain in through] if errors else []
+        sizes = [largest_size(chain, t) for t, chain in through] if errors else []
         bounds = _errors(attention, tokens, last, raw, staged, sizes) if errors else ()
         query, key, value = staged
         if attention.weighting == "softmax":
@@ -105,7 +106,8 @@ def _longest(tokens: Tensor) -> Tensor:
     return torch.linalg.vector_norm(tokens, dim=-1).amax(-1).double()
 
 
-def _largest_size(chain: Chain, tokens: Tensor) -> Tensor:
+def largest_size(chain: Chain, tokens: Tensor) -> Tensor:
+    """The largest norm of the derivative of a chain over the tokens of every map, ``(maps,)``."""
     size = torch.as_tensor(chain.size(), dtype=torch.float64, device=tokens.device)
     return size.expand(*tokens.shape[:2], 1).amax((-2, -1))
 

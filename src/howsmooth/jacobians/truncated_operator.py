@@ -175,10 +175,9 @@ def truncated_jacobian(
     if not 0 <= skip < 1:
         raise InvalidInput(f"skip is a share of the norm, at least 0 and below 1, got {skip}.")
     dtype = dtype_of_products(attention, x)
-    tokens = x.detach().reshape(-1, *x.shape[-2:])
 
     def build(dtype: torch.dtype) -> tuple[Truncated, Rounding]:
-        point = EvaluationPoint.at(attention, tokens, dtype)
+        point = EvaluationPoint.at(attention, x, dtype)
         mixing, sizes = sized_mixing(attention, point, dtype, memory)
         exact = AttentionJacobian.of(attention, point, mixing, x.shape[:-2], per_head, reduced)
         operator = _truncated(exact, sizes, path_norms(attention, point), skip, memory)
