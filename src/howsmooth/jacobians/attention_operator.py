@@ -18,7 +18,7 @@ from howsmooth.attention.memory_layout import prefers_channels_first
 from howsmooth.attention.stages import Chain
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.function_checks import check_tokens
-from howsmooth.jacobians.operator import Accuracy, JacobianOperator, power_steps, random_like
+from howsmooth.jacobians.operator import Accuracy, JacobianOperator, power_steps, random_input
 from howsmooth.jacobians.product_error import Moments, PathErrors, WeightNorms, select_maps
 from howsmooth.jacobians.projection import BlockProjection, HeadProjection, Projection
 from howsmooth.jacobians.softmax_products import EvaluationPoint, Mixing
@@ -343,8 +343,7 @@ def resolved_in_float32(
 
     if is_exact_enough():
         return operator
-    v = random_like(torch.empty(*operator.batch_shape, *operator.in_shape, dtype=operator.dtype)).to(operator.device)
-    for step, (moved, back) in enumerate(power_steps(operator, v, _POWER_STEPS)):
+    for step, (moved, back) in enumerate(power_steps(operator, random_input(operator), _POWER_STEPS)):
         size = torch.maximum(size, torch.where(moved > 0, back / moved, 0.0))
         if step == 0 and not is_exact_enough():
             operator = sharpened()

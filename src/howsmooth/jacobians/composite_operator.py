@@ -31,7 +31,7 @@ from howsmooth.jacobians.attention_operator import (
     attention_jacobian,
     dtype_of_products,
 )
-from howsmooth.jacobians.operator import Accuracy, JacobianOperator, power_steps, random_like
+from howsmooth.jacobians.operator import Accuracy, JacobianOperator, power_steps, random_input
 from howsmooth.numerics.roundoff import spread_of_sum
 
 CompositePath = Literal["all", "value", "score", "gate"]
@@ -157,8 +157,7 @@ class CompositeJacobian(JacobianOperator):
         error = error * front * out
         if self.features == IDENTITY and self.gates is None:
             return error
-        start = random_like(torch.empty(*self.batch_shape, *self.inner.in_shape, dtype=self.dtype))
-        *_, (_, length) = power_steps(self.inner, start.to(self.device), _POWER_STEPS)
+        *_, (_, length) = power_steps(self.inner, random_input(self.inner), _POWER_STEPS)
         return error + eps * spread_of_sum(terms) * (front * out * length.sqrt() + gate)
 
     @full_precision

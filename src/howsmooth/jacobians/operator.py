@@ -305,6 +305,11 @@ def random_like(tensor: Tensor, seed: int = 0) -> Tensor:
     return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype).to(tensor.device)
 
 
+def random_input(op: JacobianOperator, seed: int = 0) -> Tensor:
+    """Standard normal vectors that an operator takes, one for each map."""
+    return random_like(torch.empty((*op.batch_shape, *op.in_shape), dtype=op.dtype), seed).to(op.device)
+
+
 _PURPOSE = "golub-kahan start"
 
 
@@ -346,7 +351,7 @@ def power_bound(op: JacobianOperator, steps: int = 4, failing: float = 1e-6, see
     >>> 1 <= float(power_bound(MatrixOperator(torch.eye(100)))) < 20
     True
     """
-    v = random_like(torch.empty((*op.batch_shape, *op.in_shape), dtype=op.dtype), seed).to(op.device)
+    v = random_input(op, seed)
     length = torch.linalg.vector_norm(v.double(), dim=tuple(range(-len(op.in_shape), 0)), keepdim=True)
     log = torch.zeros(op.batch_shape, dtype=torch.float64)
     for _, back in power_steps(op, (v / length).to(op.dtype), steps):

@@ -23,7 +23,7 @@ from howsmooth.jacobians.attention_operator import (
     resolved_in_float32,
 )
 from howsmooth.jacobians.dropped_tiles import DroppedTiles, TileSizes, sharp_moments, sized_mixing
-from howsmooth.jacobians.operator import Accuracy, JacobianOperator, random_like
+from howsmooth.jacobians.operator import Accuracy, JacobianOperator, random_input
 from howsmooth.jacobians.product_error import PathErrors, WeightNorms, per_map
 from howsmooth.jacobians.softmax_products import EvaluationPoint
 
@@ -242,7 +242,7 @@ def _smallest_for_norm(sizes: TileSizes, norms: Tensor, budget: Tensor, skip: fl
 
 def power_iteration(operator: JacobianOperator, steps: int) -> tuple[Tensor, Tensor]:
     """A lower bound on the norm of every map, float64 on the CPU, and the vectors reached, after some steps."""
-    v = random_like(torch.empty(*operator.batch_shape, *operator.in_shape, dtype=operator.dtype)).to(operator.device)
+    v = random_input(operator)
     for _ in range(steps):
         u = operator.matvec(v / torch.linalg.vector_norm(v, dim=(-2, -1), keepdim=True))
         v = operator.rmatvec(u)
