@@ -19,7 +19,7 @@ from howsmooth.attention.stages import Chain
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.function_checks import check_tokens
 from howsmooth.jacobians.operator import Accuracy, JacobianOperator, power_steps, random_input
-from howsmooth.jacobians.product_error import Moments, PathErrors, WeightNorms, select_maps
+from howsmooth.jacobians.product_error import Moments, PathErrors, Rounding, select_maps
 from howsmooth.jacobians.projection import BlockProjection, HeadProjection, Projection
 from howsmooth.jacobians.softmax_products import EvaluationPoint, Mixing
 from howsmooth.jacobians.tiles import Tile, trim_memory
@@ -187,6 +187,11 @@ class AttentionJacobian(JacobianOperator):
         out = out if f.output_bias is None else out + f.output_bias.to(out)
         return out.reshape(*self.batch_shape, *out.shape[-2:])
 
+    def bounded(self, rounding: Rounding, moments: Moments | None = None, together: bool = False) -> AttentionJacobian:
+        """The operator with bounds on its errors; ``moments`` and ``together`` make them sharper for some products."""
+        mixing = self.mixing if moments is None else replace(self.mixing, moments=moments)
+        return replace(self, errors=rounding.path_errors(mixing, self.by_head, together=together))
+
     def along(self, path: Path) -> AttentionJacobian:
         """The same Jacobian restricted to one path."""
         if path not in ("all", "value", "score"):
@@ -229,25 +234,6 @@ class AttentionJacobian(JacobianOperator):
         return vector @ basis.mT.reshape(*self.batch_shape, *[1] * several, basis.shape[2], basis.shape[1])
 
 
-@dataclass(frozen=True)
-class Rounding:
-    """The source of bounds on the rounding of products: a map at its point, and the norms of its weights."""
-
-    attention: AttentionMap
-    point: EvaluationPoint
-    norms: WeightNorms
-
-    def bounded(
-        self, operator: AttentionJacobian, moments: Moments | None = None, together: bool = False
-    ) -> AttentionJacobian:
-        """The operator with bounds on its errors; ``moments`` and ``together`` make them sharper for some products."""
-        mixing = operator.mixing if moments is None else replace(operator.mixing, moments=moments)
-        errors = PathErrors.of(
-            self.attention, self.point, mixing, by_head=operator.by_head, known=self.norms, together=together
-        )
-        return replace(operator, errors=errors)
-
-
 @validated
 @full_precision
 def attention_jacobian(
@@ -275,15 +261,14 @@ def attention_jacobian(
     def build(dtype: torch.dtype) -> tuple[AttentionJacobian, Rounding]:
         point = EvaluationPoint.at(attention, x, dtype)
         mixing = Mixing.at(attention, point, dtype, memory)
-        rounding = Rounding(attention, point, WeightNorms(attention, dtype))
-        return rounding.bounded(
-            AttentionJacobian.of(attention, point, mixing, x.shape[:-2], per_head, reduced)
-        ), rounding
+        rounding = Rounding(attention, point, dtype)
+        operator = AttentionJacobian.of(attention, point, mixing, x.shape[:-2], per_head, reduced)
+        return operator.bounded(rounding), rounding
 
     with torch.no_grad():
         operator, rounding = build(dtype)
         if dtype == torch.float32:
-            resolved = resolved_in_float32(operator, partial(rounding.bounded, operator, together=True))
+            resolved = resolved_in_float32(operator, partial(operator.bounded, rounding, together=True))
             operator = build(torch.float64)[0] if resolved is None else resolved
     check_logits(operator)
     return operator

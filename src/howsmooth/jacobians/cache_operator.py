@@ -32,7 +32,7 @@ from howsmooth.attention.stages import Chain, Rotary, UnitNorm
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.attention_operator import DEFAULT_MEMORY, AttentionJacobian, attention_jacobian
 from howsmooth.jacobians.operator import JacobianOperator
-from howsmooth.jacobians.product_error import PathErrors
+from howsmooth.jacobians.product_error import Rounding
 from howsmooth.jacobians.projection import BlockProjection
 from howsmooth.jacobians.softmax_products import EvaluationPoint, largest_size
 
@@ -163,7 +163,7 @@ def _product_error(attention: AttentionMap, x: Tensor, parent: AttentionJacobian
     size = largest_size(chain, parent.mixing.query)
     norms = tuple(size if i == number else torch.zeros_like(size) for i in range(3))
     point = EvaluationPoint.at(attention, x, parent.dtype)
-    errors = PathErrors.of(attention, point, parent.mixing, by_head=parent.by_head, norms=norms).along("all")
+    errors = Rounding(attention, point, parent.dtype).path_errors(parent.mixing, parent.by_head, norms).along("all")
     errors = errors.reshape(*parent.batch_shape, -1)
     if parent.by_head:
         return errors.squeeze(-1)

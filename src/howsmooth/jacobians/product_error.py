@@ -69,47 +69,6 @@ class PathErrors:
     score: Tensor
     value: Tensor
 
-    @classmethod
-    def of(
-        cls,
-        attention: AttentionMap,
-        point: EvaluationPoint,
-        mixing: Mixing,
-        by_head: bool,
-        norms: Sequence[Tensor] | None = None,
-        known: WeightNorms | None = None,
-        together: bool = False,
-    ) -> PathErrors:
-        """The bounds for every head, its share of the output projection included.
-
-        ``norms`` are N_q, N_k, N_v, when the tangents do not come from x; ``known`` those of the weights, if at hand.
-        ``together`` takes the heads of a block as one, where that is less, for the price of a few products
-        with its weights.
-        """
-        dtype = mixing.query.dtype
-        width, value_width = mixing.query.shape[2], mixing.value.shape[2]
-        heads = 1 if by_head else attention.heads
-        products = spread_of_sum(3 * (2 * width + value_width + mixing.chain + 16) // 2)
-        forward = attention.in_features + heads * value_width
-        ends = spread_of_sum(max(forward, attention.out_features + heads * (2 * width + value_width))) / 4
-        eps = torch.finfo(dtype).eps
-        known = WeightNorms(attention, dtype) if known is None else known
-        norms = known.of_inputs(point) if norms is None else norms
-        apart, whole = _sizes(mixing)
-        weights, tokens = _weight_errors(mixing, point), _token_errors(mixing, point)
-        query = (weights + eps * ends) * apart[0] + eps * products * whole[0] + tokens[0]
-        key = 2 * (weights + eps * ends) * apart[1] + eps * products * whole[1] + tokens[1]
-        value = (weights + eps * (ends + products)) * apart[2]
-        underflow = _underflow(mixing, attention.in_features, norms)
-        out = per_map(known.output_of_heads, underflow, attention) if by_head else known.output
-        scores, values = norms[0] * query + norms[1] * key, norms[2] * value
-        if together and not by_head and attention.heads > 1:
-            stacked = known.of_stacked_inputs(point)
-            largest = [t.unflatten(0, (-1, attention.heads)).amax(1) for t in (query, key, value)]
-            scores = _at_most(scores, stacked[0] * largest[0] + stacked[1] * largest[1])
-            values = _at_most(values, stacked[2] * largest[2])
-        return cls(out * (scores + underflow), out * (values + underflow))
-
     def along(self, path: str) -> Tensor:
         """The bound for one path, or for both together."""
         return {"score": self.score, "value": self.value}.get(path, self.score + self.value)
@@ -172,46 +131,74 @@ def _underflow(mixing: Mixing, in_features: int, norms: Sequence[Tensor]) -> Ten
 
 
 @dataclass(frozen=True)
-class WeightNorms:
-    """Bounds on the norms of the weights of an attention map, each computed on first use."""
+class Rounding:
+    """The source of bounds on the rounding of products: a map at its point, and the dtype of the products.
+
+    Bounds on the norms of its weights are computed on first use.
+    """
 
     attention: AttentionMap
+    point: EvaluationPoint
     dtype: torch.dtype
 
     @property
-    def _inputs(self) -> list[Tensor]:
+    def _weights(self) -> list[Tensor]:
         return [weight.to(self.dtype) for weight in self.attention.input_weights]
 
     @cached_property
-    def output(self) -> Tensor:
+    def _output(self) -> Tensor:
         return spectral_bound(self.attention.output_weight.to(self.dtype).flatten(0, 1))
 
     @cached_property
-    def output_of_heads(self) -> Tensor:
+    def _output_of_heads(self) -> Tensor:
         return spectral_bound(self.attention.output_weight.to(self.dtype))
 
     @cached_property
-    def inputs(self) -> list[Tensor]:
-        return [spectral_bound(weight) for weight in self._inputs]
-
-    @cached_property
-    def stacked_inputs(self) -> list[Tensor]:
-        return [spectral_bound(weight.flatten(0, 1)) for weight in self._inputs]
-
-    def of_inputs(self, point: EvaluationPoint) -> tuple[Tensor, ...]:
+    def _inputs(self) -> tuple[Tensor, ...]:
         """N_q, N_k, N_v of every map: the projections and the stages after them, ``(maps,)``."""
-        pairs = zip(self.inputs, point.sizes, strict=True)
+        pairs = zip(map(spectral_bound, self._weights), self.point.sizes, strict=True)
         return tuple(per_map(norm, size, self.attention) * size for norm, size in pairs)
 
-    def of_stacked_inputs(self, point: EvaluationPoint) -> list[Tensor]:
+    @cached_property
+    def _stacked_inputs(self) -> list[Tensor]:
         """Bounds on the maps from x to dq, dk, dv of all heads together, one for each batch item."""
         heads = self.attention.heads
         return [
             math.sqrt(heads // len(weight))  # shared keys and values count once for every head that has them
-            * norm
+            * spectral_bound(weight.flatten(0, 1))
             * size.unflatten(0, (-1, heads)).amax(1)
-            for weight, norm, size in zip(self._inputs, self.stacked_inputs, point.sizes, strict=True)
+            for weight, size in zip(self._weights, self.point.sizes, strict=True)
         ]
+
+    def path_errors(
+        self, mixing: Mixing, by_head: bool, norms: Sequence[Tensor] | None = None, together: bool = False
+    ) -> PathErrors:
+        """The bounds for every head, its share of the output projection included.
+
+        ``norms`` are N_q, N_k, N_v, when the tangents do not come from x. ``together`` takes the heads of a block as
+        one, where that is less, for the price of a few products with its weights.
+        """
+        attention, point, eps = self.attention, self.point, torch.finfo(self.dtype).eps
+        width, value_width = mixing.query.shape[2], mixing.value.shape[2]
+        heads = 1 if by_head else attention.heads
+        products = spread_of_sum(3 * (2 * width + value_width + mixing.chain + 16) // 2)
+        forward = attention.in_features + heads * value_width
+        ends = spread_of_sum(max(forward, attention.out_features + heads * (2 * width + value_width))) / 4
+        norms = self._inputs if norms is None else norms
+        apart, whole = _sizes(mixing)
+        weights, tokens = _weight_errors(mixing, point), _token_errors(mixing, point)
+        query = (weights + eps * ends) * apart[0] + eps * products * whole[0] + tokens[0]
+        key = 2 * (weights + eps * ends) * apart[1] + eps * products * whole[1] + tokens[1]
+        value = (weights + eps * (ends + products)) * apart[2]
+        underflow = _underflow(mixing, attention.in_features, norms)
+        out = per_map(self._output_of_heads, underflow, attention) if by_head else self._output
+        scores, values = norms[0] * query + norms[1] * key, norms[2] * value
+        if together and not by_head and attention.heads > 1:
+            stacked = self._stacked_inputs
+            largest = [t.unflatten(0, (-1, attention.heads)).amax(1) for t in (query, key, value)]
+            scores = _at_most(scores, stacked[0] * largest[0] + stacked[1] * largest[1])
+            values = _at_most(values, stacked[2] * largest[2])
+        return PathErrors(out * (scores + underflow), out * (values + underflow))
 
 
 def select_maps(numbers: _N, index: Tensor) -> _N:

@@ -17,14 +17,13 @@ from howsmooth.jacobians.attention_operator import (
     DEFAULT_MEMORY,
     AttentionJacobian,
     Path,
-    Rounding,
     check_logits,
     dtype_of_products,
     resolved_in_float32,
 )
 from howsmooth.jacobians.dropped_tiles import DroppedTiles, TileSizes, sharp_moments, sized_mixing
 from howsmooth.jacobians.operator import Accuracy, JacobianOperator, random_input
-from howsmooth.jacobians.product_error import PathErrors, WeightNorms, per_map
+from howsmooth.jacobians.product_error import PathErrors, Rounding, per_map
 from howsmooth.jacobians.softmax_products import EvaluationPoint
 
 _FIRST_SHARE, _POWER_STEPS = 0.1, 2
@@ -181,11 +180,10 @@ def truncated_jacobian(
         mixing, sizes = sized_mixing(attention, point, dtype, memory)
         exact = AttentionJacobian.of(attention, point, mixing, x.shape[:-2], per_head, reduced)
         operator = _truncated(exact, sizes, path_norms(attention, point), skip, memory)
-        rounding = Rounding(attention, point, WeightNorms(attention, dtype))
+        rounding = Rounding(attention, point, dtype)
         # Fewer tiles make shorter sums: the bounds are sharper without the dropped ones.
-        return replace(
-            operator, exact=rounding.bounded(operator.exact), cheap=rounding.bounded(operator.cheap)
-        ), rounding
+        exact, cheap = operator.exact.bounded(rounding), operator.cheap.bounded(rounding)
+        return replace(operator, exact=exact, cheap=cheap), rounding
 
     with torch.no_grad():
         operator, rounding = build(dtype)
@@ -193,7 +191,7 @@ def truncated_jacobian(
             moments = cache(partial(sharp_moments, operator.exact.mixing))
 
             def sharpened(one: AttentionJacobian = operator.cheap) -> AttentionJacobian:
-                return rounding.bounded(one, moments(), together=True)
+                return one.bounded(rounding, moments(), together=True)
 
             cheap = resolved_in_float32(operator.cheap, sharpened, operator.lower)
             if cheap is None:
