@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -44,8 +45,8 @@ def test_the_products_are_those_of_the_plain_way(memory: int) -> None:
     for attention in maps():
         at = point(attention)
         plain, (sized, _) = (
-            Mixing.at(attention, at, torch.float64, MEMORY),
-            sized_mixing(attention, at, torch.float64, memory),
+            Mixing.at(at, MEMORY),
+            sized_mixing(at, memory),
         )
         torch.testing.assert_close(sized.output, plain.output)
         tangents = [torch.randn_like(t) for t in (plain.query, plain.key, plain.value)]
@@ -58,8 +59,8 @@ def test_the_products_are_those_of_the_plain_way(memory: int) -> None:
 def test_moments_are_those_of_the_plain_way_and_squares_of_weights_are_bounded() -> None:
     for attention in maps():
         at = point(attention)
-        plain = Mixing.at(attention, at, torch.float64, MEMORY)
-        sized, _ = sized_mixing(attention, at, torch.float64, MEMORY)
+        plain = Mixing.at(at, MEMORY)
+        sized, _ = sized_mixing(at, MEMORY)
         assert plain.moments is not None
         assert sized.moments is not None
         sharp = sharp_moments(sized)
@@ -76,8 +77,8 @@ def test_the_spread_of_keys_is_that_of_the_plain_way_where_all_tiles_count(monke
     monkeypatch.setattr(dropped_tiles, "_WEIGHTY", 0.0)
     for attention in maps():
         at = point(attention)
-        plain = Mixing.at(attention, at, torch.float64, MEMORY)
-        sized, _ = sized_mixing(attention, at, torch.float64, MEMORY)
+        plain = Mixing.at(at, MEMORY)
+        sized, _ = sized_mixing(at, MEMORY)
         assert plain.moments is not None
         assert sized.moments is not None
         torch.testing.assert_close(sized.moments.key_spread, plain.moments.key_spread)
@@ -86,7 +87,7 @@ def test_the_spread_of_keys_is_that_of_the_plain_way_where_all_tiles_count(monke
 def key_spreads(attention: AttentionMap, x: Tensor, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     """The spreads of keys about their means, in float64 from all weights one by one, and as they come with sizes."""
     at = EvaluationPoint.at(attention, x[None], dtype)
-    plain, (sized, _) = Mixing.at(attention, at, torch.float64, MEMORY), sized_mixing(attention, at, dtype, MEMORY)
+    plain, (sized, _) = Mixing.at(replace(at, dtype=torch.float64), MEMORY), sized_mixing(at, MEMORY)
     weights = torch.zeros(len(plain.query), len(x), len(x), dtype=torch.float64)
     for tile in plain.tiles:
         weights[tile.maps, tile.rows, tile.cols] = plain.weights_of(tile)[0]
@@ -160,7 +161,7 @@ def dense_sizes(mixing: Mixing, out: Tensor, m: int, rows: slice, cols: slice) -
 
 def test_every_tile_is_within_its_sizes_and_they_are_not_far_off() -> None:
     for attention in maps():
-        mixing, sizes = sized_mixing(attention, point(attention), torch.float64, MEMORY)
+        mixing, sizes = sized_mixing(point(attention), MEMORY)
         ratios = []
         for (m, i, j), bound in zip(sizes.places.T.tolist(), sizes.sizes.T, strict=True):
             rows, cols = (slice(SIDE * b, min(SIDE * (b + 1), N)) for b in (i, j))
@@ -173,8 +174,8 @@ def test_every_tile_is_within_its_sizes_and_they_are_not_far_off() -> None:
 def shares_of_sizes(attention: AttentionMap, x: Tensor) -> Tensor:
     """The exact norms of all tiles in float64, divided by their sizes from a pass in float32, ``(tiles, 3)``."""
     at = EvaluationPoint.at(attention, x[None], torch.float64)
-    exact, _ = sized_mixing(attention, at, torch.float64, MEMORY)
-    sizes = sized_mixing(attention, at, torch.float32, MEMORY)[1]
+    exact, _ = sized_mixing(at, MEMORY)
+    sizes = sized_mixing(replace(at, dtype=torch.float32), MEMORY)[1]
     norms = []
     for m, i, j in sizes.places.T.tolist():
         rows, cols = (slice(SIDE * b, min(SIDE * (b + 1), N)) for b in (i, j))
@@ -202,7 +203,7 @@ def test_sizes_in_float32_are_never_too_small_and_half_of_them_would_be(
 
 def test_tiles_cover_what_a_mask_leaves() -> None:
     for attention in maps():
-        mixing, sizes = sized_mixing(attention, point(attention), torch.float64, MEMORY)
+        mixing, sizes = sized_mixing(point(attention), MEMORY)
         assert sum(sizes.counts) == sizes.sizes.shape[1]
         nothing = torch.zeros(sizes.sizes.shape[1], dtype=torch.bool)
         assert sum(t.size for t in sizes.without(mixing, nothing, MEMORY).tiles) == sum(t.size for t in mixing.tiles)

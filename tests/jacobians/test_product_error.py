@@ -204,8 +204,7 @@ def test_heads_taken_together_are_bounded_more_sharply_and_still_truly(
     point = EvaluationPoint.at(attention, x[None], torch.float32)
     operator = attention_jacobian(attention, x)
     plain, together = (
-        Rounding(attention, point, torch.float32).path_errors(operator.mixing, by_head=False, together=sharp)
-        for sharp in (False, True)
+        Rounding(point).path_errors(operator.mixing, by_head=False, together=sharp) for sharp in (False, True)
     )
     for path in ("value", "score"):
         before, after = (float(noise.along(path).norm()) for noise in (plain, together))

@@ -66,16 +66,10 @@ class AttentionJacobian(JacobianOperator):
 
     @classmethod
     def of(
-        cls,
-        attention: AttentionMap,
-        point: EvaluationPoint,
-        mixing: Mixing,
-        items: torch.Size,
-        per_head: bool,
-        reduced: bool,
+        cls, point: EvaluationPoint, mixing: Mixing, items: torch.Size, per_head: bool, reduced: bool
     ) -> AttentionJacobian:
         """From the evaluated weights of a map, without bounds on rounding; ``items``: the batch shape of x."""
-        dtype = mixing.query.dtype
+        attention, dtype = point.attention, point.dtype
         projection: Projection
         if per_head:
             projection = HeadProjection.of(attention, len(mixing.query) // attention.heads, reduced, dtype)
@@ -260,9 +254,8 @@ def attention_jacobian(
 
     def build(dtype: torch.dtype) -> tuple[AttentionJacobian, Rounding]:
         point = EvaluationPoint.at(attention, x, dtype)
-        mixing = Mixing.at(attention, point, dtype, memory)
-        rounding = Rounding(attention, point, dtype)
-        operator = AttentionJacobian.of(attention, point, mixing, x.shape[:-2], per_head, reduced)
+        rounding = Rounding(point)
+        operator = AttentionJacobian.of(point, Mixing.at(point, memory), x.shape[:-2], per_head, reduced)
         return operator.bounded(rounding), rounding
 
     with torch.no_grad():
@@ -280,7 +273,7 @@ def unbounded_jacobian(attention: AttentionMap, x: Tensor, memory: int) -> Atten
     """The Jacobian of a block in the dtype of x without bounds on rounding; `composed_jacobian` measures its error."""
     attention.terms.check(x.shape[-2], attention.heads, math.prod(x.shape[:-2]))
     point = EvaluationPoint.at(attention, x, x.dtype, errors=False)
-    mixing = Mixing.at(attention, point, x.dtype, memory, moments=False)
+    mixing = Mixing.at(point, memory, moments=False)
     return AttentionJacobian(mixing, point.chains, BlockProjection.of(attention, x.dtype), x.shape[:-2])
 
 

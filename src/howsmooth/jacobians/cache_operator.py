@@ -163,7 +163,7 @@ def _product_error(attention: AttentionMap, x: Tensor, parent: AttentionJacobian
     size = largest_size(chain, parent.mixing.query)
     norms = tuple(size if i == number else torch.zeros_like(size) for i in range(3))
     point = EvaluationPoint.at(attention, x, parent.dtype)
-    errors = Rounding(attention, point, parent.dtype).path_errors(parent.mixing, parent.by_head, norms).along("all")
+    errors = Rounding(point).path_errors(parent.mixing, parent.by_head, norms).along("all")
     errors = errors.reshape(*parent.batch_shape, -1)
     if parent.by_head:
         return errors.squeeze(-1)

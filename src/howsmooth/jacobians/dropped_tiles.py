@@ -59,7 +59,6 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from howsmooth.attention.attention_map import AttentionMap
 from howsmooth.jacobians.product_error import Moments, MomentSums
 from howsmooth.jacobians.softmax_products import EvaluationPoint, Mixing
 from howsmooth.jacobians.tiles import TILE_COLS, Tile, tiles_between
@@ -238,18 +237,16 @@ _WEIGHTY = 1 / 16
 
 
 @torch.no_grad()
-def sized_mixing(
-    attention: AttentionMap, point: EvaluationPoint, dtype: torch.dtype, memory: int
-) -> tuple[Mixing, TileSizes]:
+def sized_mixing(point: EvaluationPoint, memory: int) -> tuple[Mixing, TileSizes]:
     """As `Mixing.at`, with the sizes of all tiles that can be dropped."""
-    mixing = Mixing.unevaluated(attention, point, dtype)
-    sums = _TileSums(mixing, attention.output_weight)
+    mixing = Mixing.unevaluated(point)
+    sums = _TileSums(mixing, point.attention.output_weight)
     tiles: list[Tile] = []
     count, n, _ = mixing.query.shape
     width = max(1, TILE_COLS // sums.side) * sums.side
     for band in tiles_between(count, n, mixing.logits.terms, 1, sums.side, width, grid=sums.side):
         arrays = 1 if mixing.plain else 2
-        stored = arrays * dtype.itemsize * sum(tile.size for tile in band) <= memory
+        stored = arrays * point.dtype.itemsize * sum(tile.size for tile in band) <= memory
         weights, factors = sums.add(band, stored)
         if stored:
             band = [sums.scaled(*each) for each in zip(band, weights, factors, strict=True)]

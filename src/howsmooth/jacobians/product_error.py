@@ -132,26 +132,29 @@ def _underflow(mixing: Mixing, in_features: int, norms: Sequence[Tensor]) -> Ten
 
 @dataclass(frozen=True)
 class Rounding:
-    """The source of bounds on the rounding of products: a map at its point, and the dtype of the products.
+    """The source of bounds on the rounding of products at a point.
 
-    Bounds on the norms of its weights are computed on first use.
+    Bounds on the norms of the weights are computed on first use.
     """
 
-    attention: AttentionMap
     point: EvaluationPoint
-    dtype: torch.dtype
+
+    @property
+    def attention(self) -> AttentionMap:
+        """The map."""
+        return self.point.attention
 
     @property
     def _weights(self) -> list[Tensor]:
-        return [weight.to(self.dtype) for weight in self.attention.input_weights]
+        return [weight.to(self.point.dtype) for weight in self.attention.input_weights]
 
     @cached_property
     def _output(self) -> Tensor:
-        return spectral_bound(self.attention.output_weight.to(self.dtype).flatten(0, 1))
+        return spectral_bound(self.attention.output_weight.to(self.point.dtype).flatten(0, 1))
 
     @cached_property
     def _output_of_heads(self) -> Tensor:
-        return spectral_bound(self.attention.output_weight.to(self.dtype))
+        return spectral_bound(self.attention.output_weight.to(self.point.dtype))
 
     @cached_property
     def _inputs(self) -> tuple[Tensor, ...]:
@@ -178,7 +181,7 @@ class Rounding:
         ``norms`` are N_q, N_k, N_v, when the tangents do not come from x. ``together`` takes the heads of a block as
         one, where that is less, for the price of a few products with its weights.
         """
-        attention, point, eps = self.attention, self.point, torch.finfo(self.dtype).eps
+        attention, point, eps = self.attention, self.point, torch.finfo(self.point.dtype).eps
         width, value_width = mixing.query.shape[2], mixing.value.shape[2]
         heads = 1 if by_head else attention.heads
         products = spread_of_sum(3 * (2 * width + value_width + mixing.chain + 16) // 2)

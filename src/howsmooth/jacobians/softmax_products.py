@@ -43,15 +43,18 @@ from howsmooth.numerics.roundoff import spread_of_sum
 
 @dataclass(frozen=True)
 class EvaluationPoint:
-    """Queries, keys and values after their stages, ``(maps, n, width)``.
+    """Queries, keys and values of an attention map after their stages, ``(maps, n, width)``.
 
     Attributes:
+        dtype: that of products at the point, which may be narrower than that of its tensors.
         chains: the derivatives of the stages of queries, keys and values.
         errors: for queries, keys and values, a bound on the error of a token of each map before its last rounding to
             the dtype, ``(maps,)``.
         sizes: for queries, keys and values, the largest norm of the derivative of the stages, ``(maps,)``.
     """
 
+    attention: AttentionMap
+    dtype: torch.dtype
     query: Tensor
     key: Tensor
     value: Tensor
@@ -78,7 +81,7 @@ class EvaluationPoint:
             value = value - value.mean(-2, keepdim=True)
             key = key if attention.softcap is not None else key - key.mean(-2, keepdim=True)
         chains = tuple(chain.to(dtype) for _, chain in through)
-        return cls(query, key, value, chains, bounds, tuple(sizes))
+        return cls(attention, dtype, query, key, value, chains, bounds, tuple(sizes))
 
 
 def _errors(
@@ -133,16 +136,13 @@ class Mixing:
 
     @classmethod
     @torch.no_grad()
-    def at(
-        cls, attention: AttentionMap, point: EvaluationPoint, dtype: torch.dtype, memory: int, moments: bool = True
-    ) -> Mixing:
+    def at(cls, point: EvaluationPoint, memory: int, moments: bool = True) -> Mixing:
         """Evaluate the weights once; store as many tiles of them as fit into ``memory`` bytes.
 
-        Logits are evaluated in the dtype of the point, which may be wider than the ``dtype`` of the products; those of
-        weights that are recomputed in every product too. Without ``moments`` there is no bound on
-        rounding.
+        Logits are evaluated in the dtype of the point's tensors, which may be wider than that of the products; those
+        of weights that are recomputed in every product too. Without ``moments`` there is no bound on rounding.
         """
-        self = cls.unevaluated(attention, point, dtype)
+        self = cls.unevaluated(point)
         softmax, key, value, logits = self.softmax, self.key, self.value, self.logits
         seen = MomentSums(key, value, centred=softmax) if moments else OutputSums(value, centred=softmax)
         tiles: list[Tile] = []
@@ -166,11 +166,12 @@ class Mixing:
         return self.evaluated(tiles, seen.output(), seen.moments())
 
     @classmethod
-    def unevaluated(cls, attention: AttentionMap, point: EvaluationPoint, dtype: torch.dtype) -> Mixing:
-        """No tiles and outputs yet, for products in this dtype from logits in the dtype of the point."""
-        query, key, value = (t.to(dtype) for t in (point.query, point.key, point.value))
+    def unevaluated(cls, point: EvaluationPoint) -> Mixing:
+        """No tiles and outputs yet."""
+        query, key, value = (t.to(point.dtype) for t in (point.query, point.key, point.value))
         tops, sums = torch.zeros_like(query[..., :1]), torch.ones_like(query[..., :1])
-        logits, softmax = Logits.between(point.query, point.key, attention), attention.weighting == "softmax"
+        logits = Logits.between(point.query, point.key, point.attention)
+        softmax = point.attention.weighting == "softmax"
         return cls(query, key, value, value, tops, sums, (), logits, softmax, None, Workspace.shared())
 
     def evaluated(self, tiles: Sequence[Tile], output: Tensor, moments: Moments | None) -> Mixing:

@@ -177,10 +177,10 @@ def truncated_jacobian(
 
     def build(dtype: torch.dtype) -> tuple[Truncated, Rounding]:
         point = EvaluationPoint.at(attention, x, dtype)
-        mixing, sizes = sized_mixing(attention, point, dtype, memory)
-        exact = AttentionJacobian.of(attention, point, mixing, x.shape[:-2], per_head, reduced)
-        operator = _truncated(exact, sizes, path_norms(attention, point), skip, memory)
-        rounding = Rounding(attention, point, dtype)
+        mixing, sizes = sized_mixing(point, memory)
+        exact = AttentionJacobian.of(point, mixing, x.shape[:-2], per_head, reduced)
+        operator = _truncated(exact, sizes, path_norms(point), skip, memory)
+        rounding = Rounding(point)
         # Fewer tiles make shorter sums: the bounds are sharper without the dropped ones.
         exact, cheap = operator.exact.bounded(rounding), operator.cheap.bounded(rounding)
         return replace(operator, exact=exact, cheap=cheap), rounding
@@ -202,8 +202,9 @@ def truncated_jacobian(
     return operator
 
 
-def path_norms(attention: AttentionMap, point: EvaluationPoint) -> Tensor:
+def path_norms(point: EvaluationPoint) -> Tensor:
     """N_q, N_k, N_v of `dropped_tiles` and ‖W_O‖, ``(4, maps)``: exact norms of the projections."""
+    attention = point.attention
     norms = [torch.linalg.matrix_norm(weight.double(), 2) for weight in attention.input_weights]
     norms = [per_map(norm, size, attention) * size for norm, size in zip(norms, point.sizes, strict=True)]
     out = per_map(torch.linalg.matrix_norm(attention.output_weight.double(), 2), norms[2], attention)
