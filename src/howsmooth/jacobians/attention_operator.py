@@ -113,10 +113,8 @@ class AttentionJacobian(JacobianOperator):
 
     def combined(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Tangents of the output from those of queries, keys and values."""
-        if self.path == "value":
-            moved = self.mixing.jvp(None, None, value)
-        else:
-            moved = self.mixing.jvp(query, key, None if self.path == "score" else value)
+        scores = None if self.path == "value" else (query, key)
+        moved = self.mixing.jvp(scores, None if self.path == "score" else value)
         return self.projection.combine(moved).reshape(*self.batch_shape, *self.out_shape)
 
     @full_precision

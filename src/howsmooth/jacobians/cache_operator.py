@@ -62,10 +62,10 @@ class CachedJacobian(JacobianOperator):
         moved = v.to(self.dtype).reshape(-1, *self.in_shape[-2:])
         moved = self.chain.jvp(moved if self.group == 1 else moved.repeat_interleave(self.group, dim=0))
         if self.wrt == "values":
-            mixed = self.mixing.jvp(None, None, moved)
+            mixed = self.mixing.jvp(None, moved)
         else:
             still = torch.zeros_like(self.mixing.query)
-            mixed = self.mixing.jvp(*((moved, still) if self.wrt == "queries" else (still, moved)), None)
+            mixed = self.mixing.jvp((moved, still) if self.wrt == "queries" else (still, moved), None)
         return self.parent.projection.combine(mixed).reshape(*self.batch_shape, *self.out_shape)
 
     @full_precision

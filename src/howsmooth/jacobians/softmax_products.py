@@ -234,25 +234,24 @@ class Mixing:
         """Whether some weights are recomputed in every product."""
         return any(tile.weights is None for tile in self.tiles)
 
-    def jvp(self, dquery: Tensor | None, dkey: Tensor | None, dvalue: Tensor | None) -> Tensor:
-        """The tangent of O: of the score path when ``dvalue`` is None, of the value path when the other two are."""
+    def jvp(self, dscores: tuple[Tensor, Tensor] | None, dvalue: Tensor | None) -> Tensor:
+        """The tangent of O along both paths, or along one: of (dq, dk) alone, or of dv alone."""
         dout = zeros_in_layout(self.output)
-        score = dquery is not None and dkey is not None
-        if dquery is not None and dkey is not None:
-            left = self.work.joined("left", dquery, self.query)
-            right = self.work.joined("right", self.key, dkey).mT
-            row_sums = torch.zeros_like(self.sums)
+        row_sums = torch.zeros_like(self.sums)
+        if dscores is not None:
+            left = self.work.joined("left", dscores[0], self.query)
+            right = self.work.joined("right", self.key, dscores[1]).mT
         for tile in self.tiles:
             weights, slopes = self.weights_of(tile)
             rows = dout[tile.queries]
-            if score:
+            if dscores is not None:
                 moved = self.work.product(left[tile.queries], right[tile.maps, :, tile.cols]).mul_(slopes)
                 add_product(rows, moved, self.value[tile.keys])
                 if self.softmax:
                     row_sums[tile.queries].add_(moved.sum(-1, keepdim=True))
             if dvalue is not None:
                 add_product(rows, weights, dvalue[tile.keys])
-        return dout.addcmul_(row_sums, self.output, value=-1) if score and self.softmax else dout
+        return dout.addcmul_(row_sums, self.output, value=-1) if self.softmax and dscores is not None else dout
 
     def vjp(self, grad: Tensor, *, score: bool = True, value: bool = True) -> tuple[Tensor, Tensor, Tensor]:
         """The cotangents of q, k and v; ``score=False`` or ``value=False`` leaves that path out (zeros)."""
@@ -294,7 +293,7 @@ class Mixing:
             value = attention.per_head(first if bias is None else first + bias, dim=1).flatten(0, 1)[:, None]
             return self.output.to(value) + (value - self.value[:, :1].to(value))
         value = attention.in_dtype(wide).staged(tokens.to(wide))[2].flatten(0, 1).to(self.value)
-        return self.jvp(None, None, value).to(wide)
+        return self.jvp(None, value).to(wide)
 
     def column_sums(self) -> Tensor:
         """Σ_i P_ij for every map and key, ``(maps, n)``: how much attention a token receives."""
