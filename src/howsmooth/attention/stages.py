@@ -32,9 +32,13 @@ class TokenDerivative(ABC):
         """Cotangents back through the stage."""
 
     def select(self, index: Tensor) -> Self:
-        """The derivative for the maps at ``index`` only: tensors ``(maps, n, ·)`` are theirs, all maps share others."""
+        """The derivative for the maps at ``index`` only: all maps share tensors but those of shape ``(maps, n, ·)``.
+
+        Where there is one map, it stands for all.
+        """
         return self._changed(
-            lambda tensor: tensor[index] if tensor.dim() > 2 else tensor, lambda inner: inner.select(index)
+            lambda tensor: tensor[index] if tensor.dim() > 2 and len(tensor) > 1 else tensor,
+            lambda inner: inner.select(index),
         )
 
     def to(self, dtype: torch.dtype) -> Self:

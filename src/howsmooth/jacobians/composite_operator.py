@@ -111,7 +111,6 @@ class CompositeJacobian(JacobianOperator):
 
     Attributes:
         features: the derivative of the features.
-        shared: whether all maps have the features of one input.
         path: "value" or "score" as in `AttentionJacobian`, or "gate" for the part that moves through the gate alone.
     """
 
@@ -120,7 +119,6 @@ class CompositeJacobian(JacobianOperator):
     features: TokenDerivative
     gates: _Gates | None
     in_width: int
-    shared: bool
     path: CompositePath = "all"
 
     def __post_init__(self) -> None:
@@ -194,9 +192,8 @@ class CompositeJacobian(JacobianOperator):
         return replace(self, inner=self.inner if path == "gate" else self.inner.along(path), path=path)
 
     def subset(self, index: Tensor) -> CompositeJacobian:
-        features = self.features if self.shared else self.features.select(index)
         gates = None if self.gates is None else self.gates.select(index)
-        return replace(self, inner=self.inner.subset(index), features=features, gates=gates)
+        return replace(self, inner=self.inner.subset(index), features=self.features.select(index), gates=gates)
 
     @torch.no_grad()
     def value_at(self, f: Callable[[Tensor], Tensor] | None, x: Tensor) -> Tensor | None:
@@ -286,11 +283,11 @@ def composite_jacobian(
         parts = composite.parts(x.detach().reshape(-1, *x.shape[-2:]).double())
         tokens = parts.tokens.to(dtype).reshape(*x.shape[:-2], *parts.tokens.shape[-2:])
         inner = attention_jacobian(parts.attention, tokens, per_head=per_head, memory=memory)
-        features, shared = parts.derivative.to(inner.dtype), len(parts.tokens) == 1
-        if per_head and not shared:
+        features = parts.derivative.to(inner.dtype)
+        if per_head:
             features = features.select(torch.arange(inner.batch_size, device=x.device) // composite.heads)
         gates = None if parts.gate is None else _gates(parts, parts.gate, inner)
-        return CompositeJacobian(inner, parts.placement, features, gates, x.shape[-1], shared)
+        return CompositeJacobian(inner, parts.placement, features, gates, x.shape[-1])
 
 
 def _gates(parts: Parts, gate: Gate, inner: AttentionJacobian) -> _Gates:
