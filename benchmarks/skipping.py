@@ -13,7 +13,7 @@ from torch import Tensor
 import howsmooth as hs
 from benchmarks.report import Section, Table, Target
 from benchmarks.timing import seconds_of
-from howsmooth.jacobians.dropped_tiles.truncated import truncated_jacobian
+from howsmooth.jacobians.truncated_operator import truncated_jacobian
 from howsmooth.models import alice, open_model
 from howsmooth.models.attention_reader import from_transformers
 

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 import howsmooth as hs
 from evidence.ascent import Case, Free
 from howsmooth.attention import ComposedAttention, UnitNorm
-from howsmooth.attention.gradient_step_map import GradientStepAttention
-from howsmooth.attention.lipschitz_norm_map import LipschitzNormAttention
+from howsmooth.attention.autodiff_maps import GradientStepAttention, LipschitzNormAttention
 from howsmooth.bounds import Bound
 from howsmooth.sets.ellipsoid import Ellipsoid
 

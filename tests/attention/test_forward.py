@@ -249,7 +249,7 @@ def test_bad_settings_are_one_clear_error(build, message: str) -> None:
         (lambda: hs.CosineAttention(*torch.eye(4).repeat(3, 1, 1), temperature=NAN), "finite number, got nan"),
         (lambda: hs.CosineAttention(*torch.eye(4).repeat(3, 1, 1), eps=-1.0), "eps that is not negative"),
         (lambda: hs.SigmoidAttention(*torch.eye(4).repeat(3, 1, 1), logit_shift=NAN), "shift of sigmoid logits"),
-        (lambda: hs.L2SelfAttention(torch.zeros(0, 4), torch.eye(4)), "L2 attention needs matrices"),
+        (lambda: hs.L2SelfAttention(torch.zeros(0, 4), torch.eye(4)), "every size must be at least 1"),
         (lambda: hs.ALiBi.standard(0), "heads must be at least 1"),
         (lambda: hs.ALiBi(torch.tensor([NAN])), "slopes holds 1 NaN"),
         (lambda: hs.Rotary(torch.tensor([NAN])), "frequencies holds 1 NaN"),

@@ -10,8 +10,7 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.attention import Chunked, LogitBias
-from howsmooth.attention.logit_terms import Terms, as_mask
-from howsmooth.attention.masks import HIDDEN, Maps
+from howsmooth.attention.masks import HIDDEN, Maps, Terms, as_mask
 from howsmooth.papers.training.model import WithinDocuments
 
 HEADS = 2

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 import howsmooth as hs
 from howsmooth.attention import UnitNorm
-from howsmooth.attention.gradient_step_map import GradientStepAttention
-from howsmooth.attention.lipschitz_norm_map import LipschitzNormAttention
+from howsmooth.attention.autodiff_maps import GradientStepAttention, LipschitzNormAttention
 from howsmooth.bounds import furuya2026, get, ramapuram2024
 from howsmooth.bounds.own import gradient_step_bound, lipschitz_norm_bound, normalised, sigmoid_bound
 from howsmooth.bounds.qi2023 import cosine as printed_cosine

@@ -29,8 +29,8 @@ from howsmooth.jacobians.closed_maps import (
     Tokenwise,
     composed_jacobian,
 )
+from howsmooth.jacobians.tiles import Workspace
 from howsmooth.jacobians.tokenwise import Activation, Affine, Diagonal, GatedActivation
-from howsmooth.jacobians.workspace import Workspace
 from howsmooth.models.layer_wiring import norm_stage
 from howsmooth.norms.lanczos import golub_kahan
 from howsmooth.testing import dense_jacobian

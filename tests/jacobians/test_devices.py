@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves
 import howsmooth as hs
 from howsmooth.jacobians import JacobianOperator, attention_jacobian
 from howsmooth.jacobians.closed_maps import ClosedAttention, Parallel, Series, Skip, Tokenwise, composed_jacobian
-from howsmooth.jacobians.dropped_tiles.truncated import truncated_jacobian
 from howsmooth.jacobians.tiles import TILE_SIZE, tile_size
 from howsmooth.jacobians.tokenwise import Activation, Affine, GatedActivation
+from howsmooth.jacobians.truncated_operator import truncated_jacobian
 
 N, D = 12, 8
 

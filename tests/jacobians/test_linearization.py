@@ -19,8 +19,7 @@ from evidence.uninitialised_memory import (
     tokens,
 )
 from howsmooth.errors import InvalidInput, NotDifferentiable
-from howsmooth.jacobians.function_operator import function_jacobian
-from howsmooth.jacobians.linearization import linearized
+from howsmooth.jacobians.function_operator import function_jacobian, linearized
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,9 +9,9 @@ from torch import Tensor
 import howsmooth as hs
 from evidence import offsets
 from howsmooth.jacobians import attention_jacobian, attention_operator, tiles
-from howsmooth.jacobians.evaluation_point import EvaluationPoint
-from howsmooth.jacobians.product_error import PathErrors
-from howsmooth.jacobians.token_blocks import TokenBlocks
+from howsmooth.jacobians.attention_operator import TokenBlocks
+from howsmooth.jacobians.product_error import Rounding
+from howsmooth.jacobians.softmax_products import EvaluationPoint
 from howsmooth.numerics.spectral_norms import spectral_bound as spectral
 from howsmooth.testing import by_columns, by_rows
 from howsmooth.testing import dense_jacobian as autograd_jacobian
@@ -204,7 +204,7 @@ def test_heads_taken_together_are_bounded_more_sharply_and_still_truly(
     point = EvaluationPoint.at(attention, x[None], torch.float32)
     operator = attention_jacobian(attention, x)
     plain, together = (
-        PathErrors.of(attention, point, operator.mixing, by_head=False, together=sharp) for sharp in (False, True)
+        Rounding(point).path_errors(operator.mixing, by_head=False, together=sharp) for sharp in (False, True)
     )
     for path in ("value", "score"):
         before, after = (float(noise.along(path).norm()) for noise in (plain, together))

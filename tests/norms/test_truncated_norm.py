@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
-from howsmooth.jacobians.dropped_tiles.truncated import Truncated
 from howsmooth.jacobians.operator import MatrixOperator
+from howsmooth.jacobians.truncated_operator import Truncated
 from howsmooth.norms import golub_kahan, operator_norm
 from howsmooth.norms.norm_choice import Deflated, _Near, deflated_norm
 
@@ -25,9 +25,25 @@ def matrix(*largest: float, seed: int = 0) -> Tensor:
     return u @ torch.diag(values) @ v.mT
 
 
-def truncated(exact: Tensor, cheap: Tensor, error: float, lower: float = 0.0, kind: type = Truncated) -> Truncated:
+class OfMatrices(Truncated):
+    """Matrices instead of attention: products with the exact ones have no error."""
+
+    notes = ()
+
+    def matvec_within(self, v: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
+        return self.exact.matvec(v), torch.zeros_like(limit)
+
+    def rmatvec_within(self, u: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
+        return self.exact.rmatvec(u), torch.zeros_like(limit)
+
+    def subset(self, index: Tensor) -> OfMatrices:
+        error, lower = (t.reshape(-1)[index.cpu()] for t in (self.error, self.lower))
+        return replace(self, exact=self.exact.subset(index), cheap=self.cheap.subset(index), error=error, lower=lower)
+
+
+def truncated(exact: Tensor, cheap: Tensor, error: float, lower: float = 0.0, kind: type = OfMatrices) -> Truncated:
     several = torch.ones(exact.shape[:-2], dtype=torch.float64)
-    return kind(MatrixOperator(exact), MatrixOperator(cheap), error * several, lower * several, None)
+    return kind(MatrixOperator(exact), MatrixOperator(cheap), error * several, lower * several, None, None, None, None)
 
 
 def apart(whole: Tensor, size: float, seed: int = 1, **options: Any) -> Truncated:
@@ -113,7 +129,7 @@ def test_enough_is_where_the_bound_reaches_the_most() -> None:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Losing(Truncated):
+class Losing(OfMatrices):
     """Exact products that lose a part of the top singular vectors, and state how much."""
 
     stated: ClassVar[float] = 1e-4

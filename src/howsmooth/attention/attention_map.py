@@ -5,15 +5,14 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from howsmooth._util.validation import check_positive
-from howsmooth.attention.logit_terms import Terms
-from howsmooth.attention.masks import LogitBias, Maps, softmax
+from howsmooth.attention.masks import LogitBias, Maps, Terms, softmax
 from howsmooth.attention.stages import Chain, TokenStage
 from howsmooth.errors import InvalidInput
 
@@ -162,6 +161,16 @@ class AttentionMap(MapModule):
         return tuple(self.query_stages), tuple(self.key_stages), tuple(self.value_stages)  # type: ignore[arg-type]
 
     @property
+    def input_weights(self) -> Heads:
+        """The weights of queries, keys and values."""
+        return self.query_weight, self.key_weight, self.value_weight
+
+    @property
+    def input_biases(self) -> tuple[Tensor | None, ...]:
+        """Their biases."""
+        return self.query_bias, self.key_bias, self.value_bias
+
+    @property
     def terms(self) -> Terms:
         """Masks and additive biases of the logits, as one."""
         return Terms(self.logit_biases)  # type: ignore[arg-type]
@@ -189,7 +198,7 @@ class AttentionMap(MapModule):
 
     def project(self, x: Tensor) -> Heads:
         """Queries, keys and values before their stages, each ``(batch, heads, n, ·)``; shared keys are repeated."""
-        return self._project(x, (self.query_bias, self.key_bias, self.value_bias))
+        return self._project(x, self.input_biases)
 
     def project_about(self, moved: Tensor) -> Heads:
         """As `project`, less every constant on which no derivative depends, so that a far centre loses no digits.
@@ -200,14 +209,12 @@ class AttentionMap(MapModule):
         Args:
             moved: ``(batch, n + 1, d)``, tokens less their centre, and behind them the centre itself.
         """
-        together = self._project(moved)
-        biases = (self.query_bias, self.key_bias, self.value_bias)
-        heads, shifts = [t[..., :-1, :] for t in together], [t[..., -1:, :] for t in together]
-        free = (False, *self.ignores_constants)
-        query, key, value = (
-            t if is_free else t + (shift if bias is None else shift + self.per_head(bias)[:, None])
-            for t, shift, bias, is_free in zip(heads, shifts, biases, free, strict=True)
-        )
+
+        def about(projected: Tensor, bias: Tensor | None, is_free: bool) -> Tensor:
+            tokens, shift = projected[..., :-1, :], projected[..., -1:, :]
+            return tokens if is_free else tokens + (shift if bias is None else shift + self.per_head(bias)[:, None])
+
+        query, key, value = map(about, self._project(moved), self.input_biases, (False, *self.ignores_constants))
         return query, key, value
 
     @property
@@ -220,7 +227,7 @@ class AttentionMap(MapModule):
         )
 
     def _project(self, x: Tensor, biases: Sequence[Tensor | None] = (None, None, None)) -> Heads:
-        weights = (self.query_weight, self.key_weight, self.value_weight)
+        weights = self.input_weights
         flat, widths = [weight.to(x).flatten(0, 1) for weight in weights], [math.prod(w.shape[:2]) for w in weights]
         narrow = sum(widths) <= _NARROW
         projected = (x @ torch.cat(flat).mT).split(widths, dim=-1) if narrow else [x @ weight.mT for weight in flat]
@@ -239,19 +246,20 @@ class AttentionMap(MapModule):
 
     def weights(self, x: Tensor) -> Tensor:
         """The attention weights P, ``(batch, heads, n, n)`` (no batch axis when x has none)."""
-        single = x.dim() == 2
-        query, key, _ = self.staged(x[None] if single else x)
-        weights = self._weights(query, key)
-        return weights[0] if single else weights
+        return batched(lambda x: self._weights(*self.staged(x)[:2]), x)
 
     def forward(self, x: Tensor) -> Tensor:
         """The map at x, ``(n, d)`` or ``(batch, n, d)``. Readable and differentiable; builds the n × n weights."""
-        single = x.dim() == 2
-        query, key, value = self.staged(x[None] if single else x)  # (batch, heads, n, ·)
-        mixed = self._weights(query, key) @ value
-        out = (mixed @ self.output_weight).sum(1)  # Σ_h O_h W_h
-        out = out if self.output_bias is None else out + self.output_bias
-        return out[0] if single else out
+        return batched(self._forward, x)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.staged(x)  # (batch, heads, n, ·)
+        return self.projected_out(self._weights(query, key) @ value)
+
+    def projected_out(self, mixed: Tensor) -> Tensor:
+        """Σ_h O_h W_h + b from the outputs O of the heads, ``(batch, heads, n, v)``."""
+        out = (mixed @ self.output_weight).sum(1)
+        return out if self.output_bias is None else out + self.output_bias
 
     def staged(self, x: Tensor) -> Heads:
         """Queries, keys and values as they enter the logits, ``(batch, heads, n, ·)``, for x with a batch axis."""
@@ -283,6 +291,13 @@ class AttentionMap(MapModule):
         )
 
 
+def batched(function: Callable[..., Tensor], *sequences: Tensor) -> Tensor:
+    """A function of tensors with a batch axis at tensors that have one, or have none."""
+    if sequences[0].dim() > 2:
+        return function(*sequences)
+    return function(*(x[None] for x in sequences))[0]
+
+
 def check_heads(heads: int, kv_heads: int) -> None:
     """Refuse query heads that do not split evenly among the key–value heads."""
     whole = all(isinstance(count, int) for count in (heads, kv_heads))
@@ -292,14 +307,18 @@ def check_heads(heads: int, kv_heads: int) -> None:
 
 def _check_matrix(name: str, weight: object) -> None:
     if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
-        got = f"{weight.dtype} of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
-        raise InvalidInput(f"the {name} weight must be a floating (out_features, in_features) matrix, got {got}.")
+        raise InvalidInput(
+            f"the {name} weight must be a floating (out_features, in_features) matrix, got {_described(weight)}."
+        )
     if 0 in weight.shape:
         raise InvalidInput(f"the {name} weight has shape {tuple(weight.shape)}: no size may be zero.")
 
 
 def _checked_bias(name: str, bias: Tensor | None, size: int) -> Tensor | None:
     if bias is not None and (not isinstance(bias, Tensor) or bias.shape != (size,) or not bias.is_floating_point()):
-        got = f"{bias.dtype} of shape {tuple(bias.shape)}" if isinstance(bias, Tensor) else type(bias).__name__
-        raise InvalidInput(f"the {name} bias must be a floating vector of {size} entries, got {got}.")
+        raise InvalidInput(f"the {name} bias must be a floating vector of {size} entries, got {_described(bias)}.")
     return bias
+
+
+def _described(value: object) -> str:
+    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -1,19 +1,19 @@
-"""Dot-product attention with everything today's transformers put into it."""
+"""Dot-product attention with everything today's transformers put into it, and its cosine, sigmoid and L2 variants."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
-from howsmooth._util.validation import Seed, check_weights, validated
-from howsmooth.attention.attention_map import AttentionMap, check_heads
-from howsmooth.attention.logit_terms import as_mask
-from howsmooth.attention.masks import LogitBias
-from howsmooth.attention.positions import Rotary
-from howsmooth.attention.stages import Scale, TokenStage, UnitNorm
+from howsmooth._util.validation import Seed, check_no_nan, check_number, check_tensor, check_weights, validated
+from howsmooth.attention.attention_map import AttentionMap, Heads, Stages, check_heads
+from howsmooth.attention.masks import LogitBias, Maps, Sight, as_mask
+from howsmooth.attention.stages import Multiple, Rotary, Scale, TokenDerivative, TokenStage, UnitNorm
 from howsmooth.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -162,3 +162,177 @@ def _norms(qk_norm: QKNorm, width: int) -> tuple[TokenStage, TokenStage]:
     if isinstance(qk_norm, tuple) and len(qk_norm) == 2:
         return qk_norm
     raise InvalidInput(f"qk_norm is 'rms', 'l2' or a pair of stages, got {qk_norm!r}.")
+
+
+class CosineAttention(SelfAttention):
+    """ν·softmax(τ q̂ k̂ᵀ) v̂ with t̂ = t/√(|t|² + ε) (LipsFormer, Qi et al. 2023).
+
+    Args:
+        temperature: τ. value_scale: ν. eps: ε.
+        normalize_values: False gives the cosine attention of Swin v2, for which the published bound does not hold.
+
+    Takes the other arguments of `SelfAttention`, except ``scale`` and ``qk_norm``.
+    """
+
+    kind = "cosine"
+
+    @validated
+    def __init__(
+        self,
+        *weights: Tensor | None,
+        temperature: float = 1.0,
+        value_scale: float = 1.0,
+        eps: float = 1e-6,
+        normalize_values: bool = True,
+        **options: object,
+    ):
+        if "scale" in options or "qk_norm" in options:
+            raise InvalidInput("cosine attention has a temperature and its own norms: leave out scale and qk_norm.")
+        norms = (UnitNorm(eps), UnitNorm(eps))
+        super().__init__(*weights, qk_norm=norms, scale=temperature, **options)  # type: ignore[arg-type]
+        self.temperature, self.value_scale, self.eps = temperature, value_scale, eps
+        self.normalize_values = normalize_values
+        self.value_stages.append(UnitNorm(eps, length=value_scale) if normalize_values else Scale(value_scale))
+
+
+class _Shift(LogitBias):
+    """The same constant on every logit; None means −ln n, which makes rows of weights sum to about one."""
+
+    sight: Sight = "full"
+    keeps_self = True
+
+    def __init__(self, value: float | None):
+        super().__init__()
+        self.value = None if value is None else check_number(value, "the shift of sigmoid logits")
+
+    def block(self, rows: slice, cols: slice, maps: Maps) -> Tensor:
+        value = -math.log(maps.n) if self.value is None else self.value
+        return maps.like.new_full((1, 1, 1), value)
+
+
+class SigmoidAttention(SelfAttention):
+    """P_ij = 1/(1 + exp(−(q_i·k_j + b))) (Ramapuram et al. 2024), b = −ln n unless given.
+
+    Takes the arguments of `SelfAttention`.
+    """
+
+    kind = "sigmoid"
+    weighting = "sigmoid"
+
+    @validated
+    def __init__(self, *weights: Tensor | None, logit_shift: float | None = None, **options: object):
+        super().__init__(*weights, **options)  # type: ignore[arg-type]
+        self.logit_biases.append(_Shift(logit_shift))
+
+
+class L2SelfAttention(AttentionMap):
+    """F(X) = Σ_h P_h X A_h W^V_h W^O_h with P_ij ∝ exp(−‖W_hᵀ(x_i − x_j)‖²/s), A_h = W_h W_hᵀ/s, s = √(D/H).
+
+    Distances take the place of dot products (Kim, Papamakarios, Mnih 2021). The factor A_h belongs to the definition:
+    without it no known Lipschitz bound applies.
+
+    Args:
+        query: tied query–key weights, rows as in `torch.nn.Linear`: W_hᵀ stacked over heads, ``(D, D)``.
+        value, output: W^V and W^O likewise; ``output=None`` leaves heads side by side.
+        heads: H.
+        key: keys of their own, which breaks the theory (the map is then not Lipschitz); for counter-examples.
+        value_factor: False drops A_h; for counter-examples. It needs ``value`` only.
+        mask: as in `SelfAttention`.
+
+    The row term |q_i|² is the same for every key and drops out of the softmax, so that logits are dot products of
+    the features (2q_i, −r)/s and (k_j, |k_j|²/r), taken about the mean key and with r the length of the longest one:
+    neither changes anything but rounding.
+
+    Attributes:
+        plain_value: W^V_h without the factor A_h, ``(heads, v, D)``; ``value_weight`` holds it folded in.
+    """
+
+    plain_value: Tensor
+    kind = "l2"
+
+    @validated
+    def __init__(
+        self,
+        query: Tensor,
+        value: Tensor,
+        output: Tensor | None = None,
+        *,
+        heads: int = 1,
+        key: Tensor | None = None,
+        value_factor: bool = True,
+        mask: LogitBias | Tensor | str | None = None,
+    ):
+        for weight, name in ((query, "query"), (value, "value")):
+            check_tensor(weight, name, dims=(2,))
+        if query.dtype != value.dtype:
+            raise InvalidInput(f"query and value have the dtypes {query.dtype} and {value.dtype}: convert one of them.")
+        keys = query if key is None else key
+        super().__init__(query, keys, value, output, heads=heads, logit_biases=as_mask(mask))
+        temperature, tied = self.query_weight.shape[1] ** 0.5, self.query_weight
+        self.register_buffer("plain_value", self.value_weight)
+        if value_factor:
+            self.value_weight = self.plain_value @ tied.mT @ tied / temperature
+            check_no_nan(self.value_weight, "the product of the value and query weights")
+        self.tied, self.value_factor, self.temperature = key is None, value_factor, temperature
+
+    def project_about(self, moved: Tensor) -> Heads:
+        """Distances see no constant that queries and keys share."""
+        query, key, value = self._project(moved[..., :-1, :])
+        if not self.tied:
+            query_shift, key_shift, _ = self.project(moved[..., -1:, :])
+            query = query + (query_shift - key_shift)
+        return query, key, value
+
+    def head(self, head: int) -> Self:
+        return super().head(head).replace(plain_value=self.plain_value[head][None])
+
+    def stages(self, query: Tensor, key: Tensor) -> Stages:
+        centre = key.detach().mean(-2, keepdim=True)
+        length = torch.linalg.vector_norm(key.detach() - centre, dim=-1, keepdim=True).amax(-2, keepdim=True)
+        reach = torch.where(length > 0, length, 1.0)
+        return (_DistanceQuery(centre, reach, self.temperature),), (_DistanceKey(centre, reach),), ()
+
+
+class _DistanceQuery(TokenStage):
+    def __init__(self, centre: Tensor, reach: Tensor, temperature: float):
+        super().__init__()
+        self.centre, self.reach, self.factor = centre, reach, 1 / temperature
+
+    def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
+        last = -self.reach.expand_as(x[..., :1])
+        return torch.cat([2 * (x - self.centre), last], dim=-1) * self.factor, _Padded(2 * self.factor)
+
+
+class _Padded(Multiple):
+    """c·dx with a zero behind it."""
+
+    def jvp(self, dx: Tensor) -> Tensor:
+        return torch.nn.functional.pad(super().jvp(dx), (0, 1))
+
+    def vjp(self, gy: Tensor) -> Tensor:
+        return super().vjp(gy[..., :-1])
+
+
+class _DistanceKey(TokenStage):
+    def __init__(self, centre: Tensor, reach: Tensor):
+        super().__init__()
+        self.centre, self.reach = centre, reach
+
+    def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
+        key = x - self.centre
+        slope = 2 * key / self.reach
+        return torch.cat([key, (slope * key).sum(-1, keepdim=True) / 2], dim=-1), _DistanceKeyDerivative(slope)
+
+
+@dataclass(frozen=True)
+class _DistanceKeyDerivative(TokenDerivative):
+    slope: Tensor
+
+    def jvp(self, dx: Tensor) -> Tensor:
+        return torch.cat([dx, (self.slope * dx).sum(-1, keepdim=True)], dim=-1)
+
+    def vjp(self, gy: Tensor) -> Tensor:
+        return gy[..., :-1] + self.slope * gy[..., -1:]
+
+    def size(self) -> Tensor:
+        return (1 + self.slope.square().sum(-1, keepdim=True)).sqrt()

@@ -2,21 +2,28 @@
 
 A `LogitBias` adds a constant (independent of the tokens) to the logit of query i and key j; −∞ hides j from i. It
 gives, for a block of queries and keys, the range of visible keys (so that hidden blocks are skipped) and the term
-inside the block. Its facts serve as assumptions of theorems: the visible pairs, and their number per token. Masks live
-here, position-dependent terms in `positions`, several terms as one in `terms`.
+inside the block. Its facts serve as assumptions of theorems: the visible pairs, and their number per token. `Terms` are
+several terms as one.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from howsmooth._util.validation import Count, check_readable, shown, validated
+from howsmooth._util.validation import (
+    Count,
+    check_count,
+    check_weights,
+    shown,
+    validated,
+)
 from howsmooth.errors import InvalidInput
 
 HIDDEN = float("-inf")
@@ -269,19 +276,16 @@ class DenseBias(LogitBias):
             ``(n, n)``, ``(heads, n, n)`` or ``(batch or 1, heads or 1, n, n)``.
     """
 
+    @validated
     def __init__(self, bias: Tensor):
         super().__init__()
-        if not isinstance(bias, Tensor):
-            raise InvalidInput(f"a mask must be a torch.Tensor, got {shown(bias)}.")
-        check_readable(bias, "the mask")
         if bias.dim() not in (2, 3, 4) or bias.shape[-1] != bias.shape[-2]:
             raise InvalidInput(
                 f"a mask has shape (n, n), (heads, n, n) or (batch, heads, n, n), got {tuple(bias.shape)}."
             )
         if not (bias.dtype == torch.bool or bias.is_floating_point()):
             raise InvalidInput(f"a mask holds booleans (True = may look) or logits to add, got {bias.dtype}.")
-        if bias.is_floating_point() and bool((bias.isnan() | (bias == float("inf"))).any()):
-            raise InvalidInput("an additive mask may hold finite logits and −inf, but this one holds NaN or +inf.")
+        _check_below_infinity(bias, "an additive mask")
         self.bias: Tensor
         self.register_buffer("bias", bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape)), persistent=False)
         self.items = len(self.bias)
@@ -320,7 +324,159 @@ class DenseBias(LogitBias):
             )
 
 
+class ALiBi(LogitBias):
+    """Linear biases (Press et al. 2022): the logit of (i, j) in head h gains −slope_h·|i − j|."""
+
+    sight: Sight = "full"
+    keeps_self = True
+
+    @validated
+    def __init__(self, slopes: Tensor):
+        super().__init__()
+        if slopes.dim() != 1 or not bool(torch.isfinite(slopes).all()):
+            raise InvalidInput(f"ALiBi needs one finite slope per head, got a tensor of shape {tuple(slopes.shape)}.")
+        self.slopes: Tensor
+        self.register_buffer("slopes", slopes, persistent=False)
+
+    @classmethod
+    @validated
+    def standard(cls, heads: int) -> ALiBi:
+        """The slopes of the paper: 2^{−8/m}, 2^{−16/m}, … for m = heads a power of two, interpolated otherwise."""
+        check_weights(check_count(heads, "heads"), "ALiBi")
+        closest = 2 ** math.floor(math.log2(heads))
+        slopes = [2 ** (-8 * (h + 1) / closest) for h in range(closest)]
+        slopes += [2 ** (-4 * (2 * h + 1) / closest) for h in range(heads - closest)]
+        return cls(torch.tensor(slopes, dtype=torch.float64))
+
+    def block(self, rows: slice, cols: slice, maps: Maps) -> Tensor:
+        distance = (maps.positions(rows)[:, None] - maps.positions(cols)).abs()
+        return -self.slopes[maps.heads, None, None].to(maps.like) * distance
+
+    def check(self, n: int, heads: int, batch: int) -> None:
+        if len(self.slopes) != heads:
+            raise InvalidInput(f"ALiBi has {len(self.slopes)} slopes, but the attention has {heads} heads.")
+
+
+class RelativeBias(LogitBias):
+    """Additive bias by relative position: the logit of (i, j) in head h gains ``table[h, clip(j − i) + reach]``.
+
+    Args:
+        table: ``(heads or 1, 2·reach + 1)``; offsets beyond ± reach use the outermost entries. Bucketed schemes
+            (T5, MPNet) are of this form once their buckets are written out by offset.
+    """
+
+    @validated
+    def __init__(self, table: Tensor):
+        super().__init__()
+        if table.dim() != 2 or table.shape[1] % 2 == 0:
+            raise InvalidInput(f"a relative bias table has shape (heads, 2·reach + 1), got {tuple(table.shape)}.")
+        _check_below_infinity(table, "a relative bias table")
+        self.table: Tensor
+        self.register_buffer("table", table, persistent=False)
+        self.keeps_self = bool((table[:, table.shape[1] // 2] != HIDDEN).all())
+        self.sight = "full" if bool((table != HIDDEN).all()) else "any"
+
+    def block(self, rows: slice, cols: slice, maps: Maps) -> Tensor:
+        reach = self.table.shape[1] // 2
+        offset = maps.positions(cols) - maps.positions(rows)[:, None]
+        table = self.table if len(self.table) == 1 else self.table[maps.heads]
+        return table.to(maps.like)[:, offset.clamp(-reach, reach) + reach]
+
+    def check(self, n: int, heads: int, batch: int) -> None:
+        if len(self.table) not in (1, heads):
+            raise InvalidInput(f"the relative bias has {len(self.table)} rows, but the attention has {heads} heads.")
+
+
+def _check_below_infinity(logits: Tensor, name: str) -> None:
+    if bool((logits.isnan() | (logits == float("inf"))).any()):
+        raise InvalidInput(f"{name} may hold finite logits and −inf, but this one holds NaN or +inf.")
+
+
 def softmax(logits: Tensor) -> Tensor:
     """Weights over the keys; a query that sees none (−∞ alone) has weights zero, and derivatives zero."""
     blind = (logits == HIDDEN).all(-1, keepdim=True)
     return torch.softmax(logits.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)
+
+
+_SIGHTS: tuple[Sight, ...] = get_args(Sight)
+
+
+class Terms(LogitBias):
+    """The sum of terms: a token is seen where every one of them lets it be seen.
+
+    Its facts follow from theirs. Sights are ordered by their promise, and the weakest one holds for the sum: full sight
+    changes nothing, and masks by which the later of two tokens sees the earlier have an intersection of this kind.
+
+    >>> from howsmooth.attention import ALiBi, SlidingWindow
+    >>> terms = Terms([Causal(), SlidingWindow(3), ALiBi(torch.ones(2))])
+    >>> terms.sight, terms.hides_only, terms.keeps_self, terms.most_seen(10), terms.key_range(5, 7, 10)
+    ('ordered', False, True, 3, (3, 7))
+    """
+
+    def __init__(self, terms: Iterable[LogitBias] = ()):
+        super().__init__()
+        flat = [single for term in terms for single in (term if type(term) is Terms else (term,))]
+        self.each = nn.ModuleList(flat)
+        self.sight = _SIGHTS[max([0, *(_SIGHTS.index(term.sight) for term in flat)])]
+        self.hides_only = all(term.hides_only for term in flat)
+        self.keeps_self = all(term.keeps_self for term in flat)
+        self.items = max([1, *(term.items for term in flat)])
+
+    def __iter__(self) -> Iterator[LogitBias]:
+        return iter(self.each)  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return len(self.each)
+
+    def block(self, rows: slice, cols: slice, maps: Maps) -> Tensor | None:
+        total: Tensor | None = None
+        for term in self:
+            block = term.block(rows, cols, maps)
+            total = block if total is None else total if block is None else total + block
+        return total
+
+    def key_range(self, start: int, stop: int, n: int) -> tuple[int, int]:
+        ranges = [term.key_range(start, stop, n) for term in self]
+        low = max([0, *(first for first, _ in ranges)])
+        return low, max(low, min([n, *(last for _, last in ranges)]))
+
+    def check(self, n: int, heads: int, batch: int) -> None:
+        for term in self:
+            term.check(n, heads, batch)
+
+    def most_seen(self, n: float) -> float:
+        return min([n, *(term.most_seen(n) for term in self)])
+
+    def looks_back(self, n: int, heads: int = 1) -> bool:
+        return any(term.sight in ("causal", "ordered") for term in self) or super().looks_back(n, heads)
+
+    def of_head(self, head: int, heads: int) -> Terms:
+        """The same terms for one head by itself, of so many."""
+        return self if heads == 1 else Terms(_OneHead(term, head, heads) for term in self)
+
+
+class _OneHead(Terms):
+    """A term of the logits of one head."""
+
+    def __init__(self, term: LogitBias, head: int, heads: int):
+        super().__init__([term])
+        self.head, self.heads = head, heads
+
+    def block(self, rows: slice, cols: slice, maps: Maps) -> Tensor | None:
+        return super().block(rows, cols, replace(maps, heads=torch.full_like(maps.heads, self.head)))
+
+    def check(self, n: int, heads: int, batch: int) -> None:
+        super().check(n, self.heads, batch)
+
+
+def as_mask(mask: LogitBias | Tensor | str | None) -> Terms:
+    """The mask argument of an attention map: None, "causal", a tensor or a `LogitBias`."""
+    if mask is None:
+        return Terms()
+    if isinstance(mask, LogitBias):
+        return Terms([mask])
+    if isinstance(mask, Tensor):
+        return Terms([DenseBias(mask)])
+    if mask == "causal":
+        return Terms([Causal()])
+    raise InvalidInput(f"a mask is None, 'causal', a tensor or a LogitBias, got {shown(mask)}.")

@@ -15,8 +15,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from howsmooth._util.validation import check_count, check_number, validated
-from howsmooth.attention.memory_layout import channels_first
+from howsmooth._util.validation import check_count, check_number, check_positive, validated
+from howsmooth.attention.memory_layout import channels_first, interleave_channels, join_channels
 from howsmooth.errors import InvalidInput
 
 
@@ -32,8 +32,14 @@ class TokenDerivative(ABC):
         """Cotangents back through the stage."""
 
     def select(self, index: Tensor) -> Self:
-        """The derivative for the maps at ``index`` only; the same where all maps share its tensors."""
-        return self._changed(lambda tensor: tensor, lambda inner: inner.select(index))
+        """The derivative for the maps at ``index`` only: all maps share tensors but those of shape ``(maps, n, ·)``.
+
+        Where there is one map, it stands for all.
+        """
+        return self._changed(
+            lambda tensor: tensor[index] if tensor.dim() > 2 and len(tensor) > 1 else tensor,
+            lambda inner: inner.select(index),
+        )
 
     def to(self, dtype: torch.dtype) -> Self:
         """The derivative rounded to another dtype."""
@@ -50,14 +56,10 @@ class TokenDerivative(ABC):
 
         def changed(value: Any) -> Any:
             if isinstance(value, tuple):
-                return tuple(map(inner, value))
-            return (
-                tensor(value)
-                if isinstance(value, Tensor)
-                else inner(value)
-                if isinstance(value, TokenDerivative)
-                else value
-            )
+                return tuple(map(changed, value))
+            if isinstance(value, TokenDerivative):
+                return inner(value)
+            return tensor(value) if isinstance(value, Tensor) else value
 
         return replace(self, **{name: changed(value) for name, value in vars(self).items()})  # type: ignore[type-var]
 
@@ -116,6 +118,10 @@ class Chain(TokenDerivative):
 
     def size(self) -> Tensor | float:
         return math.prod((link.size() for link in self.links), start=1.0)
+
+
+IDENTITY = Chain(())
+"""The derivative of no stage at all."""
 
 
 class Scale(TokenStage):
@@ -201,10 +207,6 @@ class UnitNormDerivative(TokenDerivative):
     def vjp(self, gy: Tensor) -> Tensor:
         return self._project(gy * self.gain)
 
-    def select(self, index: Tensor) -> Self:
-        gain = self.gain[index] if self.gain.dim() == self.unit.dim() else self.gain
-        return replace(self, unit=self.unit[index], inverse=self.inverse[index], gain=gain)
-
     def size(self) -> Tensor:
         return self.inverse * self.gain.abs().amax(-1, keepdim=True)
 
@@ -247,6 +249,84 @@ def _of_heads(numbers: Tensor, x: Tensor) -> Tensor:
         return numbers
     numbers = numbers[:, None]
     return numbers.repeat(len(x) // len(numbers), 1, 1) if x.dim() == 3 else numbers
+
+
+class Rotary(TokenStage):
+    """Rotary position embedding (Su et al. 2021): the pair (x_a, x_b) at position t turns by the angle t·ω.
+
+    Args:
+        frequencies: the angles per position ω, one per pair; see `Rotary.standard`.
+        interleaved: pairs are (0,1), (2,3), … (GPT-J) instead of (0, m), (1, m+1), … (Llama, GPT-NeoX).
+        amplitude: factor on cosine and sine (YaRN and relatives).
+        positions: the position of each token; 0, 1, 2, … when None.
+
+    Coordinates beyond the pairs pass unchanged (partial rotary).
+    """
+
+    linear = True
+
+    @validated
+    def __init__(
+        self, frequencies: Tensor, interleaved: bool = False, amplitude: float = 1.0, positions: Tensor | None = None
+    ):
+        super().__init__()
+        check_number(amplitude, "amplitude")
+        if frequencies.dim() != 1 or not bool(torch.isfinite(frequencies).all()):
+            raise InvalidInput(
+                f"rotary positions need a vector of finite frequencies, got some of shape {tuple(frequencies.shape)}."
+            )
+        self.frequencies: Tensor
+        self.positions: Tensor | None
+        self.register_buffer("frequencies", frequencies, persistent=False)
+        self.register_buffer("positions", positions, persistent=False)
+        self.interleaved, self.amplitude = interleaved, amplitude
+
+    @classmethod
+    @validated
+    def standard(cls, dim: int, base: float = 10_000.0, interleaved: bool = False) -> Rotary:
+        """ω_m = base^{−2m/dim}, in double precision."""
+        base = check_positive(base, "the base of rotary positions")
+        if dim < 2 or dim % 2:
+            raise InvalidInput(f"rotary positions turn pairs of coordinates: the width must be even, got {dim}.")
+        return cls(base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim), interleaved)
+
+    def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
+        n, width = x.shape[-2:]
+        pairs = len(self.frequencies)
+        if 2 * pairs > width:
+            raise InvalidInput(f"rotary positions need {2 * pairs} coordinates per head, but heads are {width} wide.")
+        places = torch.arange(n, device=x.device) if self.positions is None else self.positions
+        if len(places) != n:
+            raise InvalidInput(f"rotary positions are given for {len(places)} tokens, but the input has {n}.")
+        wide = torch.promote_types(self.frequencies.dtype, torch.float32)  # bfloat16 cannot count beyond 256
+        angle = places.to(wide)[:, None] * self.frequencies.to(wide)
+        turn = _Turn((angle.cos() * self.amplitude).to(x), (angle.sin() * self.amplitude).to(x), self.interleaved)
+        return turn.jvp(x), turn
+
+
+@dataclass(frozen=True)
+class _Turn(TokenDerivative):
+    """The rotation itself: linear, the same for every head and batch item."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+
+    def jvp(self, dx: Tensor) -> Tensor:
+        return self._turn(dx, self.sin)
+
+    def vjp(self, gy: Tensor) -> Tensor:
+        return self._turn(gy, -self.sin)
+
+    def size(self) -> Tensor:
+        return torch.hypot(self.cos, self.sin).amax(-1, keepdim=True).clamp_min(1.0)
+
+    def _turn(self, x: Tensor, sin: Tensor) -> Tensor:
+        pairs = sin.shape[-1]
+        turned, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+        a, b = (turned[..., 0::2], turned[..., 1::2]) if self.interleaved else turned.split(pairs, dim=-1)
+        both = a * self.cos - b * sin, b * self.cos + a * sin
+        return join_channels([interleave_channels(*both) if self.interleaved else join_channels(both), rest])
 
 
 class PlaceScale(TokenStage):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import AttentionMap
-from howsmooth.attention.lipschitz_norm_map import LipschitzNormAttention
+from howsmooth.attention.autodiff_maps import LipschitzNormAttention
 from howsmooth.bounds.catalogue import theorem
 from howsmooth.bounds.question_setting import Setting
 from howsmooth.norms.small_matrices import spectral

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from howsmooth.attention.gradient_step_map import GradientStepAttention, MeanOfSteps
+from howsmooth.attention.autodiff_maps import GradientStepAttention, MeanOfSteps
 from howsmooth.bounds.catalogue import Assumption, theorem
 from howsmooth.bounds.question_setting import Setting
 

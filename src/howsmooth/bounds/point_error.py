@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import AttentionMap, Rotary, UnitNorm
-from howsmooth.attention.l2_map import _DistanceKey, _DistanceQuery
+from howsmooth.attention.dot_product_map import _DistanceKey, _DistanceQuery
 from howsmooth.attention.stages import Behind, Scale, TokenStage
 from howsmooth.errors import DoesNotApply
 from howsmooth.numerics.roundoff import UNIT, gamma

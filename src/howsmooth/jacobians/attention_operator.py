@@ -6,28 +6,23 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from howsmooth._util.torch_globals import full_precision
 from howsmooth._util.validation import check_finite, validated
-from howsmooth.attention.attention_map import AttentionMap, Heads
+from howsmooth.attention.attention_map import AttentionMap, Heads, MapModule
 from howsmooth.attention.memory_layout import prefers_channels_first
 from howsmooth.attention.stages import Chain
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians.evaluation_point import EvaluationPoint
-from howsmooth.jacobians.function_checks import check_tokens, random_like
-from howsmooth.jacobians.key_value_moments import Moments
-from howsmooth.jacobians.operator import Accuracy, JacobianOperator
-from howsmooth.jacobians.product_error import PathErrors, WeightNorms
+from howsmooth.jacobians.function_checks import check_tokens
+from howsmooth.jacobians.operator import Accuracy, JacobianOperator, power_steps, random_input
+from howsmooth.jacobians.product_error import Moments, PathErrors, Rounding, select_maps
 from howsmooth.jacobians.projection import BlockProjection, HeadProjection, Projection
-from howsmooth.jacobians.softmax_products import Mixing
-from howsmooth.jacobians.workspace import trim_memory
-
-if TYPE_CHECKING:
-    from howsmooth.jacobians.token_blocks import TokenBlocks
+from howsmooth.jacobians.softmax_products import EvaluationPoint, Mixing
+from howsmooth.jacobians.tiles import Tile, trim_memory
 
 Path = Literal["all", "value", "score"]
 DEFAULT_MEMORY = 2**29
@@ -62,8 +57,8 @@ class AttentionJacobian(JacobianOperator):
     def __post_init__(self) -> None:
         query, n = self.mixing.query, self.mixing.query.shape[1]
         vars(self).update(
-            in_shape=torch.Size([n, self.projection.in_width]),
-            out_shape=torch.Size([n, self.projection.out_width]),
+            in_shape=torch.Size([n, self.projection.weight_in.shape[-2]]),
+            out_shape=torch.Size([n, self.projection.weight_out.shape[-1]]),
             dtype=query.dtype,
             device=query.device,
             method="closed form, streamed" if self.mixing.streamed else "closed form",
@@ -71,16 +66,10 @@ class AttentionJacobian(JacobianOperator):
 
     @classmethod
     def of(
-        cls,
-        attention: AttentionMap,
-        point: EvaluationPoint,
-        mixing: Mixing,
-        items: torch.Size,
-        per_head: bool,
-        reduced: bool,
+        cls, point: EvaluationPoint, mixing: Mixing, items: torch.Size, per_head: bool, reduced: bool
     ) -> AttentionJacobian:
         """From the evaluated weights of a map, without bounds on rounding; ``items``: the batch shape of x."""
-        dtype = mixing.query.dtype
+        attention, dtype = point.attention, point.dtype
         projection: Projection
         if per_head:
             projection = HeadProjection.of(attention, len(mixing.query) // attention.heads, reduced, dtype)
@@ -106,6 +95,11 @@ class AttentionJacobian(JacobianOperator):
         """Whether every head is a map of its own."""
         return isinstance(self.projection, HeadProjection)
 
+    @property
+    def heads_per_map(self) -> int:
+        """Number of heads that one map of the batch has."""
+        return len(self.mixing.query) // max(1, self.batch_size)
+
     @full_precision
     @torch.no_grad()
     def matvec(self, v: Tensor) -> Tensor:
@@ -119,10 +113,8 @@ class AttentionJacobian(JacobianOperator):
 
     def combined(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Tangents of the output from those of queries, keys and values."""
-        if self.path == "value":
-            moved = self.mixing.jvp(None, None, value)
-        else:
-            moved = self.mixing.jvp(query, key, None if self.path == "score" else value)
+        scores = None if self.path == "value" else (query, key)
+        moved = self.mixing.jvp(scores, None if self.path == "score" else value)
         return self.projection.combine(moved).reshape(*self.batch_shape, *self.out_shape)
 
     @full_precision
@@ -163,7 +155,7 @@ class AttentionJacobian(JacobianOperator):
 
     def token_blocks(self, rows: slice) -> TokenBlocks:
         """The blocks J_ij of some output tokens and all input tokens."""
-        from howsmooth.jacobians.token_blocks import TokenBlocks
+        from howsmooth.jacobians.attention_operator import TokenBlocks
 
         return TokenBlocks(self, rows)
 
@@ -186,6 +178,11 @@ class AttentionJacobian(JacobianOperator):
         out = self.projection.combine(mixed.flatten(0, 1))
         out = out if f.output_bias is None else out + f.output_bias.to(out)
         return out.reshape(*self.batch_shape, *out.shape[-2:])
+
+    def bounded(self, rounding: Rounding, moments: Moments | None = None, together: bool = False) -> AttentionJacobian:
+        """The operator with bounds on its errors; ``moments`` and ``together`` make them sharper for some products."""
+        mixing = self.mixing if moments is None else replace(self.mixing, moments=moments)
+        return replace(self, errors=rounding.path_errors(mixing, self.by_head, together=together))
 
     def along(self, path: Path) -> AttentionJacobian:
         """The same Jacobian restricted to one path."""
@@ -213,7 +210,7 @@ class AttentionJacobian(JacobianOperator):
             chains=tuple(chain.select(maps) for chain in self.chains),
             projection=self.projection.select(index),
             batch_shape=index.shape,
-            errors=None if self.errors is None else self.errors.select(maps),
+            errors=None if self.errors is None else select_maps(self.errors, maps),
         )
 
     def lift_in(self, v: Tensor) -> Tensor:
@@ -227,25 +224,6 @@ class AttentionJacobian(JacobianOperator):
             return vector
         several = vector.dim() - len(self.batch_shape) - 2  # top-k vectors have an axis of their own
         return vector @ basis.mT.reshape(*self.batch_shape, *[1] * several, basis.shape[2], basis.shape[1])
-
-
-@dataclass(frozen=True)
-class Rounding:
-    """The source of bounds on the rounding of products: a map at its point, and the norms of its weights."""
-
-    attention: AttentionMap
-    point: EvaluationPoint
-    norms: WeightNorms
-
-    def bounded(
-        self, operator: AttentionJacobian, moments: Moments | None = None, together: bool = False
-    ) -> AttentionJacobian:
-        """The operator with bounds on its errors; ``moments`` and ``together`` make them sharper for some products."""
-        mixing = operator.mixing if moments is None else replace(operator.mixing, moments=moments)
-        errors = PathErrors.of(
-            self.attention, self.point, mixing, by_head=operator.by_head, known=self.norms, together=together
-        )
-        return replace(operator, errors=errors)
 
 
 @validated
@@ -271,20 +249,17 @@ def attention_jacobian(
     torch.Size([5, 8])
     """
     dtype = dtype_of_products(attention, x)
-    tokens = x.detach().reshape(-1, *x.shape[-2:])
 
     def build(dtype: torch.dtype) -> tuple[AttentionJacobian, Rounding]:
-        point = EvaluationPoint.at(attention, tokens, dtype)
-        mixing = Mixing.at(attention, point, dtype, memory)
-        rounding = Rounding(attention, point, WeightNorms(attention, dtype))
-        return rounding.bounded(
-            AttentionJacobian.of(attention, point, mixing, x.shape[:-2], per_head, reduced)
-        ), rounding
+        point = EvaluationPoint.at(attention, x, dtype)
+        rounding = Rounding(point)
+        operator = AttentionJacobian.of(point, Mixing.at(point, memory), x.shape[:-2], per_head, reduced)
+        return operator.bounded(rounding), rounding
 
     with torch.no_grad():
         operator, rounding = build(dtype)
         if dtype == torch.float32:
-            resolved = resolved_in_float32(operator, partial(rounding.bounded, operator, together=True))
+            resolved = resolved_in_float32(operator, partial(operator.bounded, rounding, together=True))
             operator = build(torch.float64)[0] if resolved is None else resolved
     check_logits(operator)
     return operator
@@ -294,14 +269,13 @@ def attention_jacobian(
 @torch.no_grad()
 def unbounded_jacobian(attention: AttentionMap, x: Tensor, memory: int) -> AttentionJacobian:
     """The Jacobian of a block in the dtype of x without bounds on rounding; `composed_jacobian` measures its error."""
-    tokens = x.detach().reshape(-1, *x.shape[-2:])
-    attention.terms.check(x.shape[-2], attention.heads, len(tokens))
-    point = EvaluationPoint.at(attention, tokens, x.dtype, errors=False)
-    mixing = Mixing.at(attention, point, x.dtype, memory, moments=False)
+    attention.terms.check(x.shape[-2], attention.heads, math.prod(x.shape[:-2]))
+    point = EvaluationPoint.at(attention, x, x.dtype, errors=False)
+    mixing = Mixing.at(point, memory, moments=False)
     return AttentionJacobian(mixing, point.chains, BlockProjection.of(attention, x.dtype), x.shape[:-2])
 
 
-def dtype_of_products(attention: AttentionMap, x: Tensor) -> torch.dtype:
+def dtype_of_products(attention: MapModule, x: Tensor) -> torch.dtype:
     """The wider dtype of x and the weights, at least float32, once both are finite and fit each other."""
     check_tokens(x)
     if x.shape[-1] != attention.in_features:
@@ -310,9 +284,10 @@ def dtype_of_products(attention: AttentionMap, x: Tensor) -> torch.dtype:
             f"x has shape {tuple(x.shape)}, expected (…, n, {attention.in_features})."
         )
     for name, tensor in attention.named_buffers():
-        if tensor.is_floating_point() and not name.startswith("logit_biases"):
+        if tensor.is_floating_point() and "logit_biases" not in name:
             check_finite(tensor, name.replace("_", " "))
-    attention.terms.check(x.shape[-2], attention.heads, math.prod(x.shape[:-2]))
+    if isinstance(attention, AttentionMap):
+        attention.terms.check(x.shape[-2], attention.heads, math.prod(x.shape[:-2]))
     return torch.promote_types(torch.promote_types(x.dtype, attention.dtype), torch.float32)
 
 
@@ -344,15 +319,79 @@ def resolved_in_float32(
 
     if is_exact_enough():
         return operator
-    v = random_like(torch.empty(*operator.batch_shape, *operator.in_shape, dtype=operator.dtype)).to(operator.device)
-    for step in range(_POWER_STEPS):
-        moved = operator.matvec(v)
-        v = operator.rmatvec(moved)
-        lengths = [torch.linalg.vector_norm(t.double(), dim=(-2, -1)) for t in (moved, v)]
-        size = torch.maximum(size, torch.where(lengths[0] > 0, lengths[1] / lengths[0], 0.0))
-        v = (v / lengths[1].clamp_min(torch.finfo(v.dtype).tiny)[..., None, None]).to(v.dtype)
+    for step, (moved, back) in enumerate(power_steps(operator, random_input(operator), _POWER_STEPS)):
+        size = torch.maximum(size, torch.where(moved > 0, back / moved, 0.0))
         if step == 0 and not is_exact_enough():
             operator = sharpened()
         if is_exact_enough():
             return operator
     return None
+
+
+class TokenBlocks(JacobianOperator):
+    """The blocks J_ij for the queries ``rows`` and all keys, as a batch of d × d maps.
+
+    J_ij is the derivative of output token i in input token j. In one head, with D the slopes of the weights (see
+    `howsmooth.jacobians.softmax_products`), M the derivatives of the token stages and W the output matrix,
+
+        J_ij = W [ P_ij M^v_j + D_ij (v_j − o_i)(q_iᵀ M^k_j) ] + δ_ij W Σ_l D_il (v_l − o_i)(k_lᵀ M^q_i),
+
+    (o_i only for softmax weights). A product with all blocks of one query takes O(n) head vectors and no n × n × width
+    product.
+
+    Batch shape ``(rows, n)``, or ``(rows, heads, n)`` when the parent works head by head. The parent must hold a single
+    input.
+    """
+
+    def __init__(self, parent: AttentionJacobian, rows: slice):
+        mixing = parent.mixing
+        everyone = slice(0, len(mixing.query))
+        n = mixing.query.shape[1]
+        weights, slopes = mixing.weights_of(Tile(everyone, rows, slice(0, n)))
+        slopes = torch.zeros_like(slopes) if parent.path == "value" else slopes
+        weights = torch.zeros_like(weights) if parent.path == "score" else weights
+        self.query = mixing.query[:, rows].transpose(0, 1)[:, :, None]  # (rows, heads, 1, k)
+        self.weights = weights.transpose(0, 1)[..., None]  # (rows, heads, n, 1)
+        self.slopes = slopes.transpose(0, 1)[..., None]
+        self.value = mixing.value  # (heads, n, v)
+        self.centre = mixing.output[:, rows].transpose(0, 1)[:, :, None]  # (rows, heads, 1, v)
+        if not mixing.softmax:
+            self.centre = torch.zeros_like(self.centre)
+        spread = self.slopes * (self.value - self.centre)  # (rows, heads, n, v)
+        self.pull = mixing.key.mT @ spread  # Σ_l D_il k_l (v_l − o_i)ᵀ, (rows, heads, k, v)
+        tokens = torch.arange(rows.start, rows.stop, device=weights.device)
+        self.diagonal = tokens - rows.start, slice(None), tokens  # (row i, every head, key i) of (rows, heads, n, ·)
+        self.parent, self.projection = parent, parent.projection
+        self.by_head = parent.by_head
+        count = rows.stop - rows.start
+        batch = torch.Size([count, len(mixing.query), n] if self.by_head else [count, n])
+        self._take_after(parent, batch_shape=batch, in_shape=parent.in_shape[1:], out_shape=parent.out_shape[1:])
+        longer = max(1.0, n / max(1, mixing.chain))  # sums are over all tokens here, not by tiles
+        error = torch.as_tensor(parent.accuracy.product) * longer**0.5
+        self.accuracy = Accuracy(parent.accuracy.point, error.reshape(-1, 1) if self.by_head else error.reshape(()))
+
+    @torch.no_grad()
+    def matvec(self, v: Tensor) -> Tensor:
+        heads = zip(self.parent.chains, self.projection.into_heads(v), strict=True)
+        query, key, value = (chain.jvp(self._split(t)) for chain, t in heads)
+        mixed = self.weights * value
+        mixed += self.slopes * (self.query * key).sum(-1, keepdim=True) * (self.value - self.centre)
+        mixed[self.diagonal] += (query[self.diagonal][..., None, :] @ self.pull).squeeze(-2)
+        return self.projection.combine(self._join(mixed))
+
+    @torch.no_grad()
+    def rmatvec(self, u: Tensor) -> Tensor:
+        grad = self._split(self.projection.distribute(u))
+        gvalue = self.weights * grad
+        along = self.slopes * (grad * (self.value - self.centre)).sum(-1, keepdim=True)
+        gkey = along * self.query
+        gquery = torch.zeros_like(gkey)
+        gquery[self.diagonal] = (self.pull @ grad[self.diagonal][..., None]).squeeze(-1)
+        heads = zip(self.parent.chains, (gquery, gkey, gvalue), strict=True)
+        return self.projection.from_heads(*(self._join(chain.vjp(t)) for chain, t in heads))
+
+    def _split(self, tensor: Tensor) -> Tensor:
+        return tensor if self.by_head else tensor.unflatten(0, (self.batch_shape[0], -1))
+
+    def _join(self, tensor: Tensor) -> Tensor:
+        return tensor if self.by_head else tensor.flatten(0, 1)

@@ -28,14 +28,13 @@ from torch import Tensor
 from howsmooth._util.torch_globals import full_precision
 from howsmooth._util.validation import check_one_of, validated
 from howsmooth.attention.attention_map import AttentionMap
-from howsmooth.attention.positions import Rotary
-from howsmooth.attention.stages import Chain, UnitNorm
+from howsmooth.attention.stages import Chain, Rotary, UnitNorm
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.attention_operator import DEFAULT_MEMORY, AttentionJacobian, attention_jacobian
-from howsmooth.jacobians.evaluation_point import EvaluationPoint
 from howsmooth.jacobians.operator import JacobianOperator
-from howsmooth.jacobians.product_error import PathErrors
+from howsmooth.jacobians.product_error import Rounding
 from howsmooth.jacobians.projection import BlockProjection
+from howsmooth.jacobians.softmax_products import EvaluationPoint, largest_size
 
 Part = Literal["queries", "keys", "values"]
 PARTS: tuple[str, ...] = get_args(Part)
@@ -50,18 +49,12 @@ class CachedJacobian(JacobianOperator):
 
     def __init__(self, parent: AttentionJacobian, wrt: Part, chain: Chain, width: int, error: Tensor):
         self.parent, self.wrt, self.chain, self.mixing = parent, wrt, chain, parent.mixing
-        self.batch_shape, self.out_shape = parent.batch_shape, parent.out_shape
-        self.dtype, self.device, self.method = parent.dtype, parent.device, parent.method
         self.accuracy = replace(parent.accuracy, product=error)
-        tokens = torch.Size([self.mixing.query.shape[1], width])
-        projection = parent.projection
+        self.group, tokens, projection = 1, torch.Size([self.mixing.query.shape[1], width]), parent.projection
         if isinstance(projection, BlockProjection):
             heads = projection.heads if wrt == "queries" else projection.kv_heads
-            self.group = projection.heads // heads
-            self.in_shape = torch.Size([heads, *tokens])
-        else:
-            self.group = 1
-            self.in_shape = tokens
+            self.group, tokens = projection.heads // heads, torch.Size([heads, *tokens])
+        self._take_after(parent, in_shape=tokens)
 
     @full_precision
     @torch.no_grad()
@@ -69,10 +62,10 @@ class CachedJacobian(JacobianOperator):
         moved = v.to(self.dtype).reshape(-1, *self.in_shape[-2:])
         moved = self.chain.jvp(moved if self.group == 1 else moved.repeat_interleave(self.group, dim=0))
         if self.wrt == "values":
-            mixed = self.mixing.jvp(None, None, moved)
+            mixed = self.mixing.jvp(None, moved)
         else:
             still = torch.zeros_like(self.mixing.query)
-            mixed = self.mixing.jvp(*((moved, still) if self.wrt == "queries" else (still, moved)), None)
+            mixed = self.mixing.jvp((moved, still) if self.wrt == "queries" else (still, moved), None)
         return self.parent.projection.combine(mixed).reshape(*self.batch_shape, *self.out_shape)
 
     @full_precision
@@ -161,18 +154,16 @@ def cached_jacobian(
     stages = (attention.query_stages, attention.key_stages, attention.value_stages)[number]
     stored = [i for i, stage in enumerate(stages) if isinstance(stage, Rotary | UnitNorm)]
     chain = Chain(parent.chains[number].links[stored[-1] + 1 if stored else 0 :])
-    width = (attention.query_weight, attention.key_weight, attention.value_weight)[number].shape[1]
+    width = attention.input_weights[number].shape[1]
     return CachedJacobian(parent, wrt, chain, width, _product_error(attention, x, parent, number, chain))
 
 
 def _product_error(attention: AttentionMap, x: Tensor, parent: AttentionJacobian, number: int, chain: Chain) -> Tensor:
     """As ``accuracy.product`` of `AttentionJacobian`, when the tangent enters behind the projections."""
-    tokens = x.detach().reshape(-1, *x.shape[-2:])
-    size = torch.as_tensor(chain.size(), dtype=torch.float64, device=parent.device)
-    size = size.expand(*parent.mixing.query.shape[:2], 1).amax((-2, -1))
+    size = largest_size(chain, parent.mixing.query)
     norms = tuple(size if i == number else torch.zeros_like(size) for i in range(3))
-    point = EvaluationPoint.at(attention, tokens, parent.dtype)
-    errors = PathErrors.of(attention, point, parent.mixing, by_head=parent.by_head, norms=norms).along("all")
+    point = EvaluationPoint.at(attention, x, parent.dtype)
+    errors = Rounding(point).path_errors(parent.mixing, parent.by_head, norms).along("all")
     errors = errors.reshape(*parent.batch_shape, -1)
     if parent.by_head:
         return errors.squeeze(-1)

@@ -5,7 +5,7 @@ A `ClosedMap` runs once and hands out its value and its Jacobian at the point: `
 residual). So a layer, or a whole model, is one operator, made by one forward pass. It stores a few arrays per token;
 weights of attention are stored while they fit the budget and recomputed tile by tile beyond it.
 
-**Rounding.** In float64 the bound that `howsmooth.jacobians.algebra` derives for every part is carried along: part l
+**Rounding.** In float64 the bound that `howsmooth.jacobians.operator` derives for every part is carried along: part l
 adds the relative error :math:`\nu_l|v_l|/|J_lv_l|` that it may make on a random vector v on its way through the map. In
 float32 that would be far above what happens (sizes of layers multiply, and attention's bound exceeds its errors a
 hundredfold), so there the error is measured: the map runs in float64, what its Jacobian keeps is rounded part by part
@@ -37,7 +37,6 @@ from howsmooth.attention.attention_map import AttentionMap
 from howsmooth.attention.memory_layout import to_preferred_layout
 from howsmooth.attention.stages import Chain, TokenStage
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians.algebra import IdentityJacobian, Product, Sum
 from howsmooth.jacobians.attention_operator import (
     DEFAULT_MEMORY,
     LARGEST_POINT_ERROR,
@@ -45,8 +44,15 @@ from howsmooth.jacobians.attention_operator import (
     unbounded_jacobian,
 )
 from howsmooth.jacobians.function_checks import check_tokens
-from howsmooth.jacobians.operator import Accuracy, JacobianOperator
-from howsmooth.jacobians.start_vector import random_start, start_stream
+from howsmooth.jacobians.operator import (
+    Accuracy,
+    IdentityJacobian,
+    JacobianOperator,
+    Product,
+    Sum,
+    random_start,
+    start_stream,
+)
 from howsmooth.jacobians.tokenwise import TokenwiseJacobian
 
 _SAFETY = 4.0

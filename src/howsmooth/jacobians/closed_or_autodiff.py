@@ -15,9 +15,9 @@ from howsmooth.jacobians.attention_operator import DEFAULT_MEMORY, AttentionJaco
 from howsmooth.jacobians.cache_operator import Part, cached_jacobian
 from howsmooth.jacobians.closed_maps import OffersJacobian
 from howsmooth.jacobians.composite_operator import CompositeJacobian, composite_jacobian
-from howsmooth.jacobians.dropped_tiles.truncated import truncated_jacobian
 from howsmooth.jacobians.function_operator import function_jacobian
 from howsmooth.jacobians.operator import JacobianOperator
+from howsmooth.jacobians.truncated_operator import truncated_jacobian
 
 
 @validated

@@ -1,27 +1,46 @@
-"""The interface of all Jacobians in howsmooth: products with J and Jᵀ, and everything derived from them.
+r"""The interface of all Jacobians in howsmooth: products with J and Jᵀ, and everything derived from them.
 
 A `JacobianOperator` stands for a *batch* of linear maps J_b: R^{in_shape} → R^{out_shape}. For attention the batch
 runs over inputs, or over inputs and heads; each J_b is the derivative of one map at one input. Vectors keep the shape
 of the thing they perturb, so ``matvec`` takes tensors of shape ``batch_shape + in_shape`` (tokens stay rows).
 
 Every norm in `howsmooth.norms` needs nothing but this interface.
+
+**Sums and products** follow the chain rule for maps that follow each other or stand side by side. ``A @ B`` is the
+Jacobian of a after b, ``A + B`` that of a + b, and `IdentityJacobian` that of the residual stream, so that
+``IdentityJacobian.like(x) + A`` belongs to x + a(x). Products go through the parts one after the other; nothing is
+multiplied out.
+
+**Rounding.** A part computes its product with a unit vector up to ν + (β + 2 eps)·s, with ν its
+``accuracy.product``, β its ``accuracy.point`` and s ≥ ‖J‖ its ``size()``. To first order the error of a product of
+parts is that of each, carried through the others, and the error of a sum the sum of errors:
+
+.. math:: \nu_{A_1\cdots A_m} = \sum_i \bigl(\nu_i + (\beta_i + 2\,\mathrm{eps})\,s_i\bigr)\prod_{j\ne i}s_j,
+          \qquad \nu_{A_1+\dots+A_m} = \sum_i \bigl(\nu_i + (\beta_i + 2\,\mathrm{eps})\,s_i\bigr).
+
+A relative error of a part becomes an absolute one of the whole, because parts may cancel. The sizes multiply, so for
+many layers this bound is far above what happens: `howsmooth.jacobians.closed_maps` measures it there.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, reduce
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from howsmooth._util.guarantee import Guarantee
+from howsmooth._util.common import random_stream
+from howsmooth._util.guarantee import Guarantee, weakest
 from howsmooth._util.validation import validated
 from howsmooth.errors import InvalidInput
+from howsmooth.numerics.spectral_norms import least_component
 
 if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator
@@ -58,7 +77,7 @@ class JacobianOperator(ABC):
         method: a few words for reports: how the products are computed.
         notes: sentences the reader of a result should know.
         accuracy: the errors of its products.
-        cached_product: a vector that measurements start from (`howsmooth.jacobians.start_vector`) and its product,
+        cached_product: a vector that measurements start from (`random_start`) and its product,
             where the construction of the operator has made it.
     """
 
@@ -80,6 +99,11 @@ class JacobianOperator(ABC):
     def rmatvec(self, u: Tensor) -> Tensor:
         """Jᵀ u for every map of the batch: ``batch_shape + out_shape`` → ``batch_shape + in_shape``."""
 
+    def _take_after(self, other: JacobianOperator, **shapes: torch.Size) -> None:
+        """Make this a batch of maps of the same shapes but for ``shapes``, and of the same dtype, device and method."""
+        names = ("batch_shape", "in_shape", "out_shape", "dtype", "device", "method")
+        vars(self).update({name: getattr(other, name) for name in names} | shapes)
+
     def value_at(self, f: Callable[[Tensor], Tensor] | None, x: Tensor) -> Tensor | None:
         """f(x) of every map, ``batch_shape + out_shape``; None where the operator does not know it."""
         return None
@@ -89,20 +113,14 @@ class JacobianOperator(ABC):
 
         From a few products, and true with probability 1 − 10⁻⁶, unless the operator knows better.
         """
-        from howsmooth.jacobians.algebra import power_bound
-
         return power_bound(self)
 
     def __matmul__(self, other: JacobianOperator) -> JacobianOperator:
         """The Jacobian of this map after the other."""
-        from howsmooth.jacobians.algebra import Product
-
         return Product([self, other]) if isinstance(other, JacobianOperator) else NotImplemented
 
     def __add__(self, other: JacobianOperator) -> JacobianOperator:
         """The Jacobian of the sum of two maps."""
-        from howsmooth.jacobians.algebra import Sum
-
         return Sum([self, other]) if isinstance(other, JacobianOperator) else NotImplemented
 
     @property
@@ -195,7 +213,7 @@ class JacobianOperator(ABC):
             shape=(self.out_size, self.in_size),
             matvec=product(self.matvec, self.in_shape),
             rmatvec=product(self.rmatvec, self.out_shape),
-            dtype=np.dtype(str(self.dtype).removeprefix("torch.")),
+            dtype=torch.empty(0, dtype=self.dtype).numpy().dtype,
         )
 
     def _units(self, index: Tensor, shape: torch.Size) -> Tensor:
@@ -250,11 +268,8 @@ class MatrixOperator(JacobianOperator):
 
 class _Adjoint(JacobianOperator):
     def __init__(self, parent: JacobianOperator):
-        self.parent = parent
-        self.batch_shape = parent.batch_shape
-        self.in_shape, self.out_shape = parent.out_shape, parent.in_shape
-        self.dtype, self.device, self.method = parent.dtype, parent.device, parent.method
-        self.accuracy = parent.accuracy
+        self._take_after(parent, in_shape=parent.out_shape, out_shape=parent.in_shape)
+        self.parent, self.accuracy = parent, parent.accuracy
 
     def matvec(self, v: Tensor) -> Tensor:
         return self.parent.rmatvec(v)
@@ -282,3 +297,217 @@ class _Adjoint(JacobianOperator):
     @property
     def adjoint(self) -> JacobianOperator:
         return self.parent
+
+
+def random_like(tensor: Tensor, seed: int = 0) -> Tensor:
+    """Standard normal numbers of the same shape, dtype and device, from their own generator."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype).to(tensor.device)
+
+
+def random_input(op: JacobianOperator, seed: int = 0) -> Tensor:
+    """Standard normal vectors that an operator takes, one for each map."""
+    return random_like(torch.empty((*op.batch_shape, *op.in_shape), dtype=op.dtype), seed).to(op.device)
+
+
+_PURPOSE = "golub-kahan start"
+
+
+def start_stream(seed: int = 0, run: int = 0) -> torch.Generator:
+    """Random numbers for the start of a measurement with this seed, and for its further runs."""
+    return random_stream(seed, f"{_PURPOSE} {run}" if run else _PURPOSE)
+
+
+def random_start(maps: int, size: int, like: Tensor, generator: torch.Generator) -> Tensor:
+    """Uniform on the sphere, one for each map, drawn on the CPU so that a seed means the same on every device.
+
+    >>> bool((random_start(2, 5, torch.zeros(()), start_stream()).norm(dim=-1) - 1).abs().max() < 1e-6)
+    True
+    """
+    v = torch.randn(maps, size, generator=generator, dtype=like.dtype).to(like.device)
+    return v / torch.linalg.vector_norm(v, dim=-1, keepdim=True, dtype=torch.float64).to(v)
+
+
+def power_steps(op: JacobianOperator, v: Tensor, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """|Jv| and |JᵀJv| of every map, float64, step by step of the power method: v becomes JᵀJv/|JᵀJv| in each."""
+    shape = (*op.batch_shape, *[1] * len(op.in_shape))
+    for _ in range(steps):
+        moved = op.matvec(v)
+        v = op.rmatvec(moved)
+        lengths = [
+            torch.linalg.vector_norm(t.double(), dim=tuple(range(-len(axes), 0)))
+            for t, axes in ((moved, op.out_shape), (v, op.in_shape))
+        ]
+        yield lengths[0], lengths[1]
+        v = (v / lengths[1].clamp_min(torch.finfo(v.dtype).tiny).reshape(shape)).to(op.dtype)
+
+
+def power_bound(op: JacobianOperator, steps: int = 4, failing: float = 1e-6, seed: int = 0) -> Tensor:
+    r"""An upper bound on ‖J‖ from ``steps`` products with JᵀJ, true with probability 1 − ``failing``.
+
+    ‖(JᵀJ)^q v‖ ≥ σ^{2q} τ for a random unit vector v (`howsmooth.numerics.spectral_norms.least_component`). The bound
+    exceeds σ by up to τ^{−1/2q}, ten times or so: enough for sizes that are multiplied by eps.
+
+    >>> 1 <= float(power_bound(MatrixOperator(torch.eye(100)))) < 20
+    True
+    """
+    v = random_input(op, seed)
+    length = torch.linalg.vector_norm(v.double(), dim=tuple(range(-len(op.in_shape), 0)), keepdim=True)
+    log = torch.zeros(op.batch_shape, dtype=torch.float64)
+    for _, back in power_steps(op, (v / length).to(op.dtype), steps):
+        log = log + back.cpu().log()
+    return ((log - math.log(least_component(op.in_size, failing))) / (2 * steps)).exp()
+
+
+_OF_ONE_PRODUCT = 2.0
+"""Relative error, in eps, of a product beyond what a part states as its noise."""
+
+
+class IdentityJacobian(JacobianOperator):
+    """The Jacobian of x ↦ x.
+
+    >>> IdentityJacobian.like(torch.zeros(2, 3)).matvec(torch.ones(2, 3)).sum()
+    tensor(6.)
+    """
+
+    method = "closed form"
+
+    @validated
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, batch: Sequence[int] = ()):
+        if min((*shape, *batch), default=1) < 1:
+            raise InvalidInput(f"shapes are of whole numbers, at least 1, got {tuple(shape)} and {tuple(batch)}.")
+        self.batch_shape, self.in_shape, self.out_shape = torch.Size(batch), torch.Size(shape), torch.Size(shape)
+        self.dtype, self.device = dtype, device
+
+    @classmethod
+    @validated
+    def like(cls, x: Tensor) -> IdentityJacobian:
+        """At one input, ``(n, d)``, or a batch of them."""
+        return cls(x.shape[-2:], x.dtype, x.device, x.shape[:-2])
+
+    def matvec(self, v: Tensor) -> Tensor:
+        return v
+
+    def rmatvec(self, u: Tensor) -> Tensor:
+        return u
+
+    def size(self) -> Tensor:
+        return torch.ones(self.batch_shape, dtype=torch.float64)
+
+    def rounded(self, dtype: torch.dtype) -> IdentityJacobian:
+        return IdentityJacobian(self.in_shape, dtype, self.device, self.batch_shape)
+
+    def subset(self, index: Tensor) -> IdentityJacobian:
+        return IdentityJacobian(self.in_shape, self.dtype, self.device, index.shape)
+
+
+class _Composed(JacobianOperator):
+    """Several operators as one; the first of ``parts`` is the last to act in a product."""
+
+    def __init__(self, parts: Sequence[JacobianOperator]):
+        self.parts = tuple(parts)
+        batches = {part.batch_shape for part in self.parts}
+        if len(batches) != 1 or len({part.device for part in self.parts}) != 1:
+            raise InvalidInput(
+                f"operators are combined map by map, but these hold batches of shapes "
+                f"{', '.join(str(tuple(part.batch_shape)) for part in self.parts)} on "
+                f"{', '.join(sorted({str(part.device) for part in self.parts}))}: build them at the same input."
+            )
+        (self.batch_shape,) = batches
+        self.in_shape, self.out_shape = self.parts[-1].in_shape, self.parts[0].out_shape
+        self.device = self.parts[0].device
+        # A part may compute in a wider dtype for reasons of its own: the narrowest is what all of them give.
+        self.dtype = min((part.dtype for part in self.parts), key=lambda dtype: dtype.itemsize)
+        methods = dict.fromkeys(part.method for part in self.parts)
+        self.method = "closed form, streamed" if "closed form, streamed" in methods else " and ".join(methods)
+        self.notes = tuple(dict.fromkeys(note for part in self.parts for note in part.notes))
+
+    def _errors(self) -> list[tuple[Tensor, Tensor]]:
+        """Of every part its size, and how far its product with a unit vector may be off."""
+        pairs = []
+        for part in self.parts:
+            size = part.size()
+            relative = part.accuracy.point + _OF_ONE_PRODUCT * torch.finfo(part.dtype).eps
+            absolute = torch.as_tensor(part.accuracy.product, dtype=torch.float64).cpu()
+            pairs.append((size, absolute + relative * size))
+        return pairs
+
+    def _accuracy(self, product: Tensor) -> Accuracy:
+        return Accuracy(product=product, guarantee=weakest(*(part.accuracy.guarantee for part in self.parts)))
+
+    def rounded(self, dtype: torch.dtype) -> JacobianOperator:
+        return type(self)([part.rounded(dtype) for part in self.parts])
+
+    def subset(self, index: Tensor) -> JacobianOperator | None:
+        parts = [part.subset(index) for part in self.parts]
+        known = [part for part in parts if part is not None]
+        return type(self)(known) if len(known) == len(parts) else None
+
+
+class Product(_Composed):
+    """A₁ A₂ … A_m; products of products are one.
+
+    >>> twice = MatrixOperator(2 * torch.eye(2))
+    >>> (twice @ twice @ twice).matvec(torch.ones(2))
+    tensor([8., 8.])
+    """
+
+    @validated
+    def __init__(self, parts: Sequence[JacobianOperator]):
+        flat = [inner for part in parts for inner in (part.parts if isinstance(part, Product) else (part,))]
+        for left, right in pairwise(flat):
+            if left.in_shape != right.out_shape:
+                raise InvalidInput(
+                    f"{left!r} takes vectors of shape {tuple(left.in_shape)}, but {right!r} gives out "
+                    f"{tuple(right.out_shape)}: they do not follow each other."
+                )
+        super().__init__(flat)
+
+    @cached_property
+    def accuracy(self) -> Accuracy:  # type: ignore[override]
+        errors = self._errors()
+        every = reduce(torch.mul, (size for size, _ in errors))
+        shares = (torch.where(size > 0, error / size, 0.0) * every for size, error in errors)
+        return self._accuracy(sum(shares, torch.zeros(())))
+
+    def size(self) -> Tensor:
+        return reduce(torch.mul, (part.size() for part in self.parts))
+
+    def matvec(self, v: Tensor) -> Tensor:
+        for part in reversed(self.parts):
+            v = part.matvec(v)
+        return v.to(self.dtype)
+
+    def rmatvec(self, u: Tensor) -> Tensor:
+        for part in self.parts:
+            u = part.rmatvec(u)
+        return u.to(self.dtype)
+
+
+class Sum(_Composed):
+    """A₁ + A₂ + … + A_m.
+
+    >>> (MatrixOperator(torch.eye(2)) + MatrixOperator(torch.ones(2, 2))).matvec(torch.ones(2))
+    tensor([3., 3.])
+    """
+
+    @validated
+    def __init__(self, parts: Sequence[JacobianOperator]):
+        flat = [inner for part in parts for inner in (part.parts if isinstance(part, Sum) else (part,))]
+        shapes = {(part.in_shape, part.out_shape) for part in flat}
+        if len(shapes) != 1:
+            raise InvalidInput(f"only operators of one shape add up, not {' and '.join(map(repr, flat))}.")
+        super().__init__(flat)
+
+    @cached_property
+    def accuracy(self) -> Accuracy:  # type: ignore[override]
+        return self._accuracy(sum((error for _, error in self._errors()), torch.zeros(())))
+
+    def size(self) -> Tensor:
+        return sum((part.size() for part in self.parts), torch.zeros((), dtype=torch.float64))
+
+    def matvec(self, v: Tensor) -> Tensor:
+        return reduce(torch.add, [part.matvec(v) for part in self.parts]).to(self.dtype)
+
+    def rmatvec(self, u: Tensor) -> Tensor:
+        return reduce(torch.add, [part.rmatvec(u) for part in self.parts]).to(self.dtype)

@@ -43,20 +43,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from howsmooth.attention.attention_map import AttentionMap
+from howsmooth.jacobians.tiles import Tile
 from howsmooth.numerics.roundoff import spread_of_sum
 from howsmooth.numerics.spectral_norms import spectral_bound
 
 if TYPE_CHECKING:
-    from howsmooth.jacobians.evaluation_point import EvaluationPoint
-    from howsmooth.jacobians.softmax_products import Mixing
+    from howsmooth.jacobians.softmax_products import EvaluationPoint, Mixing
+
+
+_N = TypeVar("_N", "Moments", "PathErrors")
 
 
 @dataclass(frozen=True)
@@ -65,51 +68,6 @@ class PathErrors:
 
     score: Tensor
     value: Tensor
-
-    @classmethod
-    def of(
-        cls,
-        attention: AttentionMap,
-        point: EvaluationPoint,
-        mixing: Mixing,
-        by_head: bool,
-        norms: Sequence[Tensor] | None = None,
-        known: WeightNorms | None = None,
-        together: bool = False,
-    ) -> PathErrors:
-        """The bounds for every head, its share of the output projection included.
-
-        ``norms`` are N_q, N_k, N_v, when the tangents do not come from x; ``known`` those of the weights, if at hand.
-        ``together`` takes the heads of a block as one, where that is less, for the price of a few products
-        with its weights.
-        """
-        dtype = mixing.query.dtype
-        width, value_width = mixing.query.shape[2], mixing.value.shape[2]
-        heads = 1 if by_head else attention.heads
-        products = spread_of_sum(3 * (2 * width + value_width + mixing.chain + 16) // 2)
-        forward = attention.in_features + heads * value_width
-        ends = spread_of_sum(max(forward, attention.out_features + heads * (2 * width + value_width))) / 4
-        eps = torch.finfo(dtype).eps
-        known = WeightNorms(attention, dtype) if known is None else known
-        norms = known.of_inputs(point) if norms is None else norms
-        apart, whole = _sizes(mixing)
-        weights, tokens = _weight_errors(mixing, point), _token_errors(mixing, point)
-        query = (weights + eps * ends) * apart[0] + eps * products * whole[0] + tokens[0]
-        key = 2 * (weights + eps * ends) * apart[1] + eps * products * whole[1] + tokens[1]
-        value = (weights + eps * (ends + products)) * apart[2]
-        underflow = _underflow(mixing, attention.in_features, norms)
-        out = per_map(known.output_of_heads, underflow, attention) if by_head else known.output
-        scores, values = norms[0] * query + norms[1] * key, norms[2] * value
-        if together and not by_head and attention.heads > 1:
-            stacked = known.of_stacked_inputs(point)
-            largest = [t.unflatten(0, (-1, attention.heads)).amax(1) for t in (query, key, value)]
-            scores = _at_most(scores, stacked[0] * largest[0] + stacked[1] * largest[1])
-            values = _at_most(values, stacked[2] * largest[2])
-        return cls(out * (scores + underflow), out * (values + underflow))
-
-    def select(self, index: Tensor) -> PathErrors:
-        """The bounds of some maps."""
-        return PathErrors(self.score[index], self.value[index])
 
     def along(self, path: str) -> Tensor:
         """The bound for one path, or for both together."""
@@ -173,47 +131,82 @@ def _underflow(mixing: Mixing, in_features: int, norms: Sequence[Tensor]) -> Ten
 
 
 @dataclass(frozen=True)
-class WeightNorms:
-    """Bounds on the norms of the weights of an attention map, each computed on first use."""
+class Rounding:
+    """The source of bounds on the rounding of products at a point.
 
-    attention: AttentionMap
-    dtype: torch.dtype
+    Bounds on the norms of the weights are computed on first use.
+    """
+
+    point: EvaluationPoint
 
     @property
-    def _inputs(self) -> list[Tensor]:
-        weights = (self.attention.query_weight, self.attention.key_weight, self.attention.value_weight)
-        return [weight.to(self.dtype) for weight in weights]
+    def attention(self) -> AttentionMap:
+        """The map."""
+        return self.point.attention
+
+    @property
+    def _weights(self) -> list[Tensor]:
+        return [weight.to(self.point.dtype) for weight in self.attention.input_weights]
 
     @cached_property
-    def output(self) -> Tensor:
-        return spectral_bound(self.attention.output_weight.to(self.dtype).flatten(0, 1))
+    def _output(self) -> Tensor:
+        return spectral_bound(self.attention.output_weight.to(self.point.dtype).flatten(0, 1))
 
     @cached_property
-    def output_of_heads(self) -> Tensor:
-        return spectral_bound(self.attention.output_weight.to(self.dtype))
+    def _output_of_heads(self) -> Tensor:
+        return spectral_bound(self.attention.output_weight.to(self.point.dtype))
 
     @cached_property
-    def inputs(self) -> list[Tensor]:
-        return [spectral_bound(weight) for weight in self._inputs]
-
-    @cached_property
-    def stacked_inputs(self) -> list[Tensor]:
-        return [spectral_bound(weight.flatten(0, 1)) for weight in self._inputs]
-
-    def of_inputs(self, point: EvaluationPoint) -> tuple[Tensor, ...]:
+    def _inputs(self) -> tuple[Tensor, ...]:
         """N_q, N_k, N_v of every map: the projections and the stages after them, ``(maps,)``."""
-        pairs = zip(self.inputs, point.sizes, strict=True)
+        pairs = zip(map(spectral_bound, self._weights), self.point.sizes, strict=True)
         return tuple(per_map(norm, size, self.attention) * size for norm, size in pairs)
 
-    def of_stacked_inputs(self, point: EvaluationPoint) -> list[Tensor]:
+    @cached_property
+    def _stacked_inputs(self) -> list[Tensor]:
         """Bounds on the maps from x to dq, dk, dv of all heads together, one for each batch item."""
         heads = self.attention.heads
         return [
             math.sqrt(heads // len(weight))  # shared keys and values count once for every head that has them
-            * norm
+            * spectral_bound(weight.flatten(0, 1))
             * size.unflatten(0, (-1, heads)).amax(1)
-            for weight, norm, size in zip(self._inputs, self.stacked_inputs, point.sizes, strict=True)
+            for weight, size in zip(self._weights, self.point.sizes, strict=True)
         ]
+
+    def path_errors(
+        self, mixing: Mixing, by_head: bool, norms: Sequence[Tensor] | None = None, together: bool = False
+    ) -> PathErrors:
+        """The bounds for every head, its share of the output projection included.
+
+        ``norms`` are N_q, N_k, N_v, when the tangents do not come from x. ``together`` takes the heads of a block as
+        one, where that is less, for the price of a few products with its weights.
+        """
+        attention, point, eps = self.attention, self.point, torch.finfo(self.point.dtype).eps
+        width, value_width = mixing.query.shape[2], mixing.value.shape[2]
+        heads = 1 if by_head else attention.heads
+        products = spread_of_sum(3 * (2 * width + value_width + mixing.chain + 16) // 2)
+        forward = attention.in_features + heads * value_width
+        ends = spread_of_sum(max(forward, attention.out_features + heads * (2 * width + value_width))) / 4
+        norms = self._inputs if norms is None else norms
+        apart, whole = _sizes(mixing)
+        weights, tokens = _weight_errors(mixing, point), _token_errors(mixing, point)
+        query = (weights + eps * ends) * apart[0] + eps * products * whole[0] + tokens[0]
+        key = 2 * (weights + eps * ends) * apart[1] + eps * products * whole[1] + tokens[1]
+        value = (weights + eps * (ends + products)) * apart[2]
+        underflow = _underflow(mixing, attention.in_features, norms)
+        out = per_map(self._output_of_heads, underflow, attention) if by_head else self._output
+        scores, values = norms[0] * query + norms[1] * key, norms[2] * value
+        if together and not by_head and attention.heads > 1:
+            stacked = self._stacked_inputs
+            largest = [t.unflatten(0, (-1, attention.heads)).amax(1) for t in (query, key, value)]
+            scores = _at_most(scores, stacked[0] * largest[0] + stacked[1] * largest[1])
+            values = _at_most(values, stacked[2] * largest[2])
+        return PathErrors(out * (scores + underflow), out * (values + underflow))
+
+
+def select_maps(numbers: _N, index: Tensor) -> _N:
+    """The `Moments` or `PathErrors` of some maps."""
+    return replace(numbers, **{name: tensor[index] for name, tensor in vars(numbers).items()})
 
 
 def per_map(per_head: Tensor, maps: Tensor, attention: AttentionMap) -> Tensor:
@@ -223,3 +216,137 @@ def per_map(per_head: Tensor, maps: Tensor, attention: AttentionMap) -> Tensor:
 
 def _lengths(tokens: Tensor) -> Tensor:
     return torch.linalg.vector_norm(tokens.double(), dim=-1)
+
+
+_AT_ONCE = 2**11
+"""Queries whose moments are taken at once."""
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Moments of keys and values under the weights P_i of every query i, ``(maps, n)`` in float64.
+
+    Means are taken about a centre: of all tokens, or of those that the query sees (``spread``). Weights that are not
+    normalised have a derivative without a centre; there the two are the same. Spreads are never too small: the rounding
+    of the difference is added.
+
+    Attributes:
+        key, key_spread: (Σ_j P_ij |k_j|²)^½, and the same of k_j − Σ_l P_il k_l.
+        value, value_spread: likewise.
+        lone_value, lone_spread: (Σ_j P_ij² (|v_j| + |o_i|)²)^½ and (Σ_j P_ij² |v_j − o_i|²)^½ with o_i = Σ_l P_il v_l:
+            the length of the row i of a matrix whose rows ``value`` bounds by Cauchy–Schwarz.
+        lone: (Σ_j P_ij²)^½.
+        sink: max_j Σ_i P_ij, ``(maps,)``.
+    """
+
+    key: Tensor
+    key_spread: Tensor
+    value: Tensor
+    value_spread: Tensor
+    lone_value: Tensor
+    lone_spread: Tensor
+    lone: Tensor
+    sink: Tensor
+
+
+class MomentSums:
+    """The sums Σ_j P_ij (v_j, |v_j|², 1, k_j, |k_j|²) and Σ_j P_ij² (v_j, |v_j|², 1), gathered tile by tile.
+
+    Tokens are divided by the longest of their map, so that squares neither overflow nor underflow.
+
+    Attributes:
+        keys_apart: a bound on the length of the part missing from Σ_j P_ij k_j, ``(maps, n, 1)``: where not all keys
+            were summed, but to a vector h, and l is the rest, Σ_j P_ij |k_j − h|² = Σ_j P_ij |k_j|² − |h|² − 2h·l
+            bounds the square of the spread, which is least about the mean.
+    """
+
+    def __init__(self, key: Tensor, value: Tensor, centred: bool):
+        self.centred, self.width = centred, value.shape[-1]
+        self.longest_key, self.longest_value = _longest(key), _longest(value)
+        values, keys = value / self.longest_value, key / self.longest_key
+        squares = [torch.linalg.vector_norm(t, dim=-1, keepdim=True).square() for t in (values, keys)]
+        self.summands = torch.cat([values, squares[0], torch.ones_like(squares[0]), keys, squares[1]], dim=-1)
+        self.sums = torch.zeros_like(self.summands)
+        self.lone = torch.zeros_like(self.summands[..., : self.width + 2])
+        self.columns = torch.zeros_like(value[..., 0])
+        self.keys_apart = torch.zeros_like(value[..., :1], dtype=torch.float64)
+
+    def add(self, tile: Tile, weights: Tensor) -> None:
+        """Take in the weights of one tile."""
+        summands = self.summands[tile.keys]
+        self.sums[tile.queries].baddbmm_(weights, summands)
+        self.columns[tile.keys].add_(weights.sum(-2))
+        self.lone[tile.queries].baddbmm_(weights.square(), summands[..., : self.width + 2])
+
+    def output(self) -> Tensor:
+        """O_i = Σ_j P_ij v_j, divided by Σ_j P_ij as it came out where that should be one; 0 where nothing is seen."""
+        value, total = self.sums[..., : self.width], self.sums[..., self.width + 1, None]
+        return value / (total.masked_fill(total == 0, 1.0) if self.centred else 1.0) * self.longest_value
+
+    def moments(self) -> Moments:
+        """The moments from the sums; of some queries at a time, because their sums take four times the memory here."""
+        n = self.sums.shape[1]
+        parts = [self._moments(slice(start, start + _AT_ONCE)) for start in range(0, n, _AT_ONCE)]
+        every = [*(torch.cat(each, dim=1) for each in zip(*parts, strict=True)), self.columns.amax(-1).double()]
+        return Moments(*every)
+
+    def _moments(self, rows: slice) -> tuple[Tensor, ...]:
+        """The moments of some queries, in the order of `Moments`."""
+        split = [self.width, 1, 1, self.summands.shape[-1] - self.width - 3, 1]
+        value, value_square, total, key, key_square = self.sums[:, rows].double().split(split, dim=-1)
+        lone, lone_square, lone_total = self.lone[:, rows].double().split(split[:3], dim=-1)
+        rounding = 4 * self.sums.shape[1] ** 0.5 * torch.finfo(self.sums.dtype).eps
+        total = total.masked_fill(total == 0, 1.0)
+
+        def about(square: Tensor, centre: Tensor) -> Tensor:
+            apart = torch.minimum((square - centre).clamp_min(0.0) + rounding * square, square)
+            return apart if self.centred else square
+
+        def root(square: Tensor, longest: Tensor | float = 1.0) -> Tensor:
+            return (square.sqrt() * longest).squeeze(-1)
+
+        centre = value / total if self.centred else torch.zeros_like(value)
+        far = centre.square().sum(-1, keepdim=True) * lone_total
+        both = (lone_square.sqrt() + far.sqrt()).square()
+        between = lone_square - 2 * (centre * lone).sum(-1, keepdim=True) + far
+        along = torch.linalg.vector_norm(key, dim=-1, keepdim=True)
+        longest_key, longest_value = self.longest_key.double(), self.longest_value.double()
+        return (
+            root(key_square, longest_key),
+            root(about(key_square, along * (along - 2 * self.keys_apart[:, rows]) / total), longest_key),
+            root(value_square, longest_value),
+            root(about(value_square, value.square().sum(-1, keepdim=True) / total), longest_value),
+            root(both, longest_value),
+            root(torch.minimum(between.clamp_min(0.0) + rounding * both, both), longest_value),
+            root(lone_total),
+        )
+
+
+class OutputSums:
+    """The sums Σ_j P_ij (v_j, 1) alone, for an operator that needs no moments."""
+
+    def __init__(self, value: Tensor, centred: bool):
+        self.centred = centred
+        self.summands = torch.cat([value, torch.ones_like(value[..., :1])], dim=-1)
+        self.sums = torch.zeros_like(self.summands)
+
+    def add(self, tile: Tile, weights: Tensor) -> None:
+        """Take in the weights of one tile."""
+        self.sums[tile.queries].baddbmm_(weights, self.summands[tile.keys])
+
+    def output(self) -> Tensor:
+        """As `MomentSums.output`."""
+        value, total = self.sums[..., :-1], self.sums[..., -1:]
+        return value / total.masked_fill(total == 0, 1.0) if self.centred else value.contiguous()
+
+    def moments(self) -> None:
+        """There are none."""
+        return
+
+
+def _longest(tokens: Tensor) -> Tensor:
+    """The longest token of every map, ``(maps, 1, 1)``; 1 when all are zero."""
+    largest = tokens.abs().amax((-2, -1), keepdim=True)
+    scaled = tokens / largest.masked_fill(largest == 0, 1.0)
+    longest = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True).amax(-2, keepdim=True) * largest
+    return longest.masked_fill(longest == 0, 1.0)

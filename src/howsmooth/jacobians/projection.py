@@ -8,33 +8,30 @@ over heads; the head form keeps one map per head.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from howsmooth.attention.attention_map import AttentionMap
+from howsmooth.attention.attention_map import AttentionMap, Heads
 from howsmooth.attention.memory_layout import in_layout, join_channels, join_heads, matmul
 
-Heads = tuple[Tensor, Tensor, Tensor]
 
-
+@dataclass(frozen=True)
 class Projection(ABC):
-    """The linear ends of an attention map, seen as a batch of maps on tokens."""
+    """The linear ends of an attention map, seen as a batch of maps on tokens.
+
+    Attributes:
+        weight_in, weight_out: ``(…, width of an input token, q + k + v)`` and ``(…, v, width of an output token)``.
+        widths: of queries, keys and values.
+    """
 
     weight_in: Tensor
     weight_out: Tensor
-
-    @property
-    def in_width(self) -> int:
-        """Width of an input token."""
-        return self.weight_in.shape[-2]
-
-    @property
-    def out_width(self) -> int:
-        """Width of an output token."""
-        return self.weight_out.shape[-1]
+    widths: tuple[int, ...]
 
     @abstractmethod
     def into_heads(self, v: Tensor) -> Heads:
@@ -62,17 +59,17 @@ class Projection(ABC):
 
     def to(self, dtype: torch.dtype) -> Projection:
         """The projection in another dtype."""
-        tensors = {name: value.to(dtype) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **tensors)  # type: ignore[type-var]
+        return self._changed(lambda tensor: tensor.to(dtype))
+
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> Self:
+        tensors = {name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **tensors)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class BlockProjection(Projection):
     """All heads at once: tokens ``(batch, n, d)``, one fused matrix in, one matrix out."""
 
-    weight_in: Tensor
-    weight_out: Tensor
-    widths: tuple[int, ...]
     heads: int
     kv_heads: int
 
@@ -80,7 +77,7 @@ class BlockProjection(Projection):
     def of(cls, attention: AttentionMap, dtype: torch.dtype | None = None) -> BlockProjection:
         """The projection of a map, in its own dtype or another."""
         dtype = attention.dtype if dtype is None else dtype
-        weights = [t.to(dtype) for t in (attention.query_weight, attention.key_weight, attention.value_weight)]
+        weights = [weight.to(dtype) for weight in attention.input_weights]
         weight_in = torch.cat([weight.flatten(0, 1) for weight in weights]).mT  # a view: products take either order
         widths = tuple(weight.shape[1] for weight in weights)
         return cls(
@@ -133,17 +130,12 @@ class HeadProjection(Projection):
     are triangular: queries depend on the first k coordinates alone, keys on the first 2k.
     """
 
-    weight_in: Tensor  # (maps, width, q + k + v)
-    weight_out: Tensor  # (maps, v, width_out)
-    widths: tuple[int, ...]
     basis_in: Tensor | None = None  # (maps, d, width)
     basis_out: Tensor | None = None  # (maps, d_out, width_out)
 
     @classmethod
     def of(cls, attention: AttentionMap, batch: int, reduced: bool, dtype: torch.dtype) -> HeadProjection:
-        group = attention.heads // attention.kv_heads
-        shared = (w.repeat_interleave(group, dim=0) for w in (attention.key_weight, attention.value_weight))
-        weights = (attention.query_weight, *shared)
+        weights = [attention.per_head(weight) for weight in attention.input_weights]
         weight_in = torch.cat(weights, dim=1).to(dtype).mT.contiguous()
         weight_out = attention.output_weight.to(dtype)
         basis_in = basis_out = None
@@ -192,6 +184,4 @@ class HeadProjection(Projection):
         return index
 
     def select(self, index: Tensor) -> HeadProjection:
-        basis_in = None if self.basis_in is None else self.basis_in[index]
-        basis_out = None if self.basis_out is None else self.basis_out[index]
-        return HeadProjection(self.weight_in[index], self.weight_out[index], self.widths, basis_in, basis_out)
+        return self._changed(lambda tensor: tensor[index])

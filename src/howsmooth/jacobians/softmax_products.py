@@ -15,6 +15,12 @@ Both products subtract numbers as large as |q||v|, and a row of P whose sum is o
 weight is exp(s − top)/sum and never exp(s − logsumexp), which rounds by |s|·eps; O is divided by the sum of the row as
 it came out; and keys and values are to be given about a centre, for the products are those of any other (softmax sees
 no constant on all keys). The remaining rounding is bounded in `howsmooth.jacobians.product_error`.
+
+**The point** of a Jacobian holds queries, keys and values of every head, prepared in double precision. Projection,
+stages and centring happen once per input and cost little beside the products, so they are done in float64 and rounded
+at the end: an inner product of length d then brings one rounding of the result instead of d of its terms. Keys and
+values are given about a centre wherever the derivative does not depend on it (softmax sees no constant on all keys and
+its derivative none on all values): tokens at 10⁶ ± 1 keep all the digits of the ± 1.
 """
 
 from __future__ import annotations
@@ -28,11 +34,85 @@ from torch import Tensor
 
 from howsmooth.attention.attention_map import AttentionMap
 from howsmooth.attention.memory_layout import add_product, channels_first, zeros_in_layout
+from howsmooth.attention.stages import Chain
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians.evaluation_point import EvaluationPoint
-from howsmooth.jacobians.key_value_moments import Moments, MomentSums, OutputSums
-from howsmooth.jacobians.tiles import Logits, Tile, WeightMemory, bands, fits_at_once
-from howsmooth.jacobians.workspace import Workspace
+from howsmooth.jacobians.product_error import Moments, MomentSums, OutputSums, per_map, select_maps
+from howsmooth.jacobians.tiles import Logits, Tile, WeightMemory, Workspace, bands, fits_at_once
+from howsmooth.numerics.roundoff import spread_of_sum
+
+
+@dataclass(frozen=True)
+class EvaluationPoint:
+    """Queries, keys and values of an attention map after their stages, ``(maps, n, width)``.
+
+    Attributes:
+        dtype: that of products at the point, which may be narrower than that of its tensors.
+        chains: the derivatives of the stages of queries, keys and values.
+        errors: for queries, keys and values, a bound on the error of a token of each map before its last rounding to
+            the dtype, ``(maps,)``.
+        sizes: for queries, keys and values, the largest norm of the derivative of the stages, ``(maps,)``.
+    """
+
+    attention: AttentionMap
+    dtype: torch.dtype
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    chains: tuple[Chain, ...]
+    errors: tuple[Tensor, ...]
+    sizes: tuple[Tensor, ...]
+
+    @classmethod
+    def at(cls, attention: AttentionMap, x: Tensor, dtype: torch.dtype, errors: bool = True) -> EvaluationPoint:
+        """The point of ``x``, ``(…, n, d)``, for products in ``dtype``; without ``errors`` they are not bounded."""
+        x = x.detach().reshape(-1, *x.shape[-2:])
+        wide = dtype if x.device.type == "mps" else torch.float64
+        moved = torch.cat([x, x[:, :1]], dim=-2).to(wide)  # one array for the tokens, and their centre behind them
+        tokens, last = moved[:, :-1], moved[:, -1:]
+        last.copy_(tokens.mean(-2, keepdim=True))
+        tokens.sub_(last)
+        raw = [projected.flatten(0, 1) for projected in attention.project_about(moved)]
+        through = [Chain.through(stages, t) for stages, t in zip(attention.stages(*raw[:2]), raw, strict=True)]
+        staged = [t for t, _ in through]
+        sizes = [largest_size(chain, t) for t, chain in through] if errors else []
+        bounds = _errors(attention, tokens, last, raw, staged, sizes) if errors else ()
+        query, key, value = staged
+        if attention.weighting == "softmax":
+            value = value - value.mean(-2, keepdim=True)
+            key = key if attention.softcap is not None else key - key.mean(-2, keepdim=True)
+        chains = tuple(chain.to(dtype) for _, chain in through)
+        return cls(attention, dtype, query, key, value, chains, bounds, tuple(sizes))
+
+
+def _errors(
+    attention: AttentionMap, moved: Tensor, centre: Tensor, raw: list[Tensor], staged: list[Tensor], sizes: list[Tensor]
+) -> tuple[Tensor, ...]:
+    """Bounds on the errors of the staged tokens: of the projections, through the stages, and of the stages."""
+    eps = torch.finfo(moved.dtype).eps
+    reach, offset = (_longest(t).repeat_interleave(attention.heads) for t in (moved, centre))
+    weights, biases = attention.input_weights, attention.input_biases
+    meeting = torch.maximum(_longest(raw[0]), _longest(raw[1]))  # stages of queries and keys may look at both
+    largest = (meeting, meeting, _longest(raw[2]))
+    errors = []
+    for i, free in enumerate((False, *attention.ignores_constants)):
+        length = per_map(torch.linalg.matrix_norm(weights[i].double()), reach, attention)
+        projected = length * (reach if free else reach + offset)
+        bias = biases[i]
+        if bias is not None and not free:
+            projected = projected + per_map(torch.linalg.vector_norm(bias.double(), dim=-1), reach, attention)
+        before = spread_of_sum(moved.shape[-1]) * projected + 4 * largest[i]
+        errors.append(eps * (sizes[i] * before + 4 * _longest(staged[i])))
+    return tuple(errors)
+
+
+def _longest(tokens: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(tokens, dim=-1).amax(-1).double()
+
+
+def largest_size(chain: Chain, tokens: Tensor) -> Tensor:
+    """The largest norm of the derivative of a chain over the tokens of every map, ``(maps,)``."""
+    size = torch.as_tensor(chain.size(), dtype=torch.float64, device=tokens.device)
+    return size.expand(*tokens.shape[:2], 1).amax((-2, -1))
 
 
 @dataclass(frozen=True)
@@ -56,16 +136,13 @@ class Mixing:
 
     @classmethod
     @torch.no_grad()
-    def at(
-        cls, attention: AttentionMap, point: EvaluationPoint, dtype: torch.dtype, memory: int, moments: bool = True
-    ) -> Mixing:
+    def at(cls, point: EvaluationPoint, memory: int, moments: bool = True) -> Mixing:
         """Evaluate the weights once; store as many tiles of them as fit into ``memory`` bytes.
 
-        Logits are evaluated in the dtype of the point, which may be wider than the ``dtype`` of the products; those of
-        weights that are recomputed in every product too. Without ``moments`` there is no bound on
-        rounding.
+        Logits are evaluated in the dtype of the point's tensors, which may be wider than that of the products; those
+        of weights that are recomputed in every product too. Without ``moments`` there is no bound on rounding.
         """
-        self = cls.unevaluated(attention, point, dtype)
+        self = cls.unevaluated(point)
         softmax, key, value, logits = self.softmax, self.key, self.value, self.logits
         seen = MomentSums(key, value, centred=softmax) if moments else OutputSums(value, centred=softmax)
         tiles: list[Tile] = []
@@ -84,16 +161,17 @@ class Mixing:
                 self.sums[rows] = _sum(held or map(logits.of, band), self.tops[rows])
             for tile, logit in zip(band, held or map(logits.of, band), strict=True):
                 weights, slopes = self._from_logits(tile, logit)
-                seen.add(tile.queries, tile.keys, weights)
+                seen.add(tile, weights)
                 tiles.append(room.store(tile, weights, slopes))
         return self.evaluated(tiles, seen.output(), seen.moments())
 
     @classmethod
-    def unevaluated(cls, attention: AttentionMap, point: EvaluationPoint, dtype: torch.dtype) -> Mixing:
-        """No tiles and outputs yet, for products in this dtype from logits in the dtype of the point."""
-        query, key, value = (t.to(dtype) for t in (point.query, point.key, point.value))
+    def unevaluated(cls, point: EvaluationPoint) -> Mixing:
+        """No tiles and outputs yet."""
+        query, key, value = (t.to(point.dtype) for t in (point.query, point.key, point.value))
         tops, sums = torch.zeros_like(query[..., :1]), torch.ones_like(query[..., :1])
-        logits, softmax = Logits.between(point.query, point.key, attention), attention.weighting == "softmax"
+        logits = Logits.between(point.query, point.key, point.attention)
+        softmax = point.attention.weighting == "softmax"
         return cls(query, key, value, value, tops, sums, (), logits, softmax, None, Workspace.shared())
 
     def evaluated(self, tiles: Sequence[Tile], output: Tensor, moments: Moments | None) -> Mixing:
@@ -114,12 +192,12 @@ class Mixing:
         """
         names = ("query", "key", "value", "tops", "sums")
         tensors = {name: getattr(self, name).to(dtype) for name in names}
-        tiles = [tile.rounded(dtype) for tile in self.tiles]
+        tiles = [tile.changed(lambda array: array.to(dtype)) for tile in self.tiles]
         logits = self.logits.rounded(dtype, stored=all(tile.weights is not None for tile in tiles))
         self = replace(self, **tensors, logits=logits)
         seen = OutputSums(self.value, centred=self.softmax)
         for tile in tiles:
-            seen.add(tile.queries, tile.keys, self.weights_of(tile)[0])
+            seen.add(tile, self.weights_of(tile)[0])
         return self.evaluated(tiles, seen.output(), None)
 
     @property
@@ -156,25 +234,24 @@ class Mixing:
         """Whether some weights are recomputed in every product."""
         return any(tile.weights is None for tile in self.tiles)
 
-    def jvp(self, dquery: Tensor | None, dkey: Tensor | None, dvalue: Tensor | None) -> Tensor:
-        """The tangent of O: of the score path when ``dvalue`` is None, of the value path when the other two are."""
+    def jvp(self, dscores: tuple[Tensor, Tensor] | None, dvalue: Tensor | None) -> Tensor:
+        """The tangent of O along both paths, or along one: of (dq, dk) alone, or of dv alone."""
         dout = zeros_in_layout(self.output)
-        score = dquery is not None and dkey is not None
-        if dquery is not None and dkey is not None:
-            left = self.work.joined("left", dquery, self.query)
-            right = self.work.joined("right", self.key, dkey).mT
-            row_sums = torch.zeros_like(self.sums)
+        row_sums = torch.zeros_like(self.sums)
+        if dscores is not None:
+            left = self.work.joined("left", dscores[0], self.query)
+            right = self.work.joined("right", self.key, dscores[1]).mT
         for tile in self.tiles:
             weights, slopes = self.weights_of(tile)
             rows = dout[tile.queries]
-            if score:
+            if dscores is not None:
                 moved = self.work.product(left[tile.queries], right[tile.maps, :, tile.cols]).mul_(slopes)
                 add_product(rows, moved, self.value[tile.keys])
                 if self.softmax:
                     row_sums[tile.queries].add_(moved.sum(-1, keepdim=True))
             if dvalue is not None:
                 add_product(rows, weights, dvalue[tile.keys])
-        return dout.addcmul_(row_sums, self.output, value=-1) if score and self.softmax else dout
+        return dout.addcmul_(row_sums, self.output, value=-1) if self.softmax and dscores is not None else dout
 
     def vjp(self, grad: Tensor, *, score: bool = True, value: bool = True) -> tuple[Tensor, Tensor, Tensor]:
         """The cotangents of q, k and v; ``score=False`` or ``value=False`` leaves that path out (zeros)."""
@@ -196,25 +273,12 @@ class Mixing:
 
     def select(self, index: Tensor) -> Mixing:
         """The maps at ``index`` (increasing) only; tiles that belong to one map are shared, not copied."""
-        tiles = []
-        for tile in self.tiles:
-            inside = (index >= tile.maps.start) & (index < tile.maps.stop)
-            if not bool(inside.any()):
-                continue
-            members = inside.nonzero().flatten()
-            span = slice(int(members[0]), int(members[-1]) + 1)
-            local = index[inside] - tile.maps.start
-            weights, slopes = tile.weights, tile.slopes
-            if weights is not None and slopes is not None and len(local) < len(weights):
-                same = slopes is weights
-                weights = weights[local]
-                slopes = weights if same else slopes[local]
-            tiles.append(replace(tile, maps=span, weights=weights, slopes=slopes))
+        tiles = tuple(part for tile in self.tiles if (part := tile.select(index)) is not None)
         tensors = {name: getattr(self, name)[index] for name in ("query", "key", "value", "output", "tops", "sums")}
         maps = self.logits.maps.select(index)
         logits = replace(self.logits, query=self.logits.query[index], key=self.logits.key[index], maps=maps)
-        moments = None if self.moments is None else self.moments.select(index)
-        return replace(self, **tensors, tiles=tuple(tiles), logits=logits, moments=moments)
+        moments = None if self.moments is None else select_maps(self.moments, index)
+        return replace(self, **tensors, tiles=tiles, logits=logits, moments=moments)
 
     def mixed_values(self, attention: AttentionMap, tokens: Tensor) -> Tensor:
         """Σ_j P_ij v_j at ``tokens``, ``(batch, n, d)``, with the centre of the stored values.
@@ -229,7 +293,7 @@ class Mixing:
             value = attention.per_head(first if bias is None else first + bias, dim=1).flatten(0, 1)[:, None]
             return self.output.to(value) + (value - self.value[:, :1].to(value))
         value = attention.in_dtype(wide).staged(tokens.to(wide))[2].flatten(0, 1).to(self.value)
-        return self.jvp(None, None, value).to(wide)
+        return self.jvp(None, value).to(wide)
 
     def column_sums(self) -> Tensor:
         """Σ_i P_ij for every map and key, ``(maps, n)``: how much attention a token receives."""

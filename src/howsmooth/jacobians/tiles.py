@@ -1,19 +1,23 @@
-"""Attention weights cut into blocks of queries and keys, and the logits behind each block."""
+"""Attention weights cut into blocks of queries and keys, the logits behind each block, and the buffers of products."""
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from howsmooth.attention.attention_map import AttentionMap
-from howsmooth.attention.logit_terms import Terms
-from howsmooth.attention.masks import Maps
-from howsmooth.jacobians.workspace import Workspace
+from howsmooth.attention.masks import Maps, Terms
+from howsmooth.attention.memory_layout import is_channels_first, join_channels
 
 TILE_ROWS = 1024
 TILE_COLS = 1024
@@ -46,16 +50,31 @@ class Tile:
     @property
     def nbytes(self) -> int:
         """Bytes of the stored weights and slopes."""
-        stored = {id(t): t.numel() * t.element_size() for t in (self.weights, self.slopes) if t is not None}
-        return sum(stored.values())
+        return sum({id(t): t.nbytes for t in (self.weights, self.slopes) if t is not None}.values())
 
-    def rounded(self, dtype: torch.dtype) -> Tile:
-        """The same with its weights in another dtype."""
+    def changed(self, change: Callable[[Tensor], Tensor], **spans: Any) -> Tile:
+        """The same with other spans, and with its stored weights and slopes changed; one array stays one."""
         if self.weights is None or self.slopes is None:
-            return self
-        weights = self.weights.to(dtype)
-        slopes = weights if self.slopes is self.weights else self.slopes.to(dtype)
-        return replace(self, weights=weights, slopes=slopes)
+            return replace(self, **spans)
+        weights = change(self.weights)
+        slopes = weights if self.slopes is self.weights else change(self.slopes)
+        return replace(self, **spans, weights=weights, slopes=slopes)
+
+    def columns(self, first: int, last: int) -> Tile:
+        """Some of its columns."""
+        start = self.cols.start
+        return self.changed(lambda array: array[..., first:last], cols=slice(start + first, start + last))
+
+    def select(self, index: Tensor) -> Tile | None:
+        """The part of the maps at ``index`` (increasing), which are numbered anew; None where it has none of them."""
+        inside = (index >= self.maps.start) & (index < self.maps.stop)
+        if not bool(inside.any()):
+            return None
+        members, local = inside.nonzero().flatten(), index[inside] - self.maps.start
+        return self.changed(
+            lambda array: array[local] if len(local) < len(array) else array,
+            maps=slice(int(members[0]), int(members[-1]) + 1),
+        )
 
     @property
     def queries(self) -> tuple[slice, slice]:
@@ -126,10 +145,7 @@ class WeightMemory:
         if whole.nbytes > self.remaining:
             return tile
         self.remaining -= whole.nbytes
-        if not self.pieces:
-            return whole
-        stored = self._moved(weights)
-        return replace(tile, weights=stored, slopes=stored if slopes is weights else self._moved(slopes))
+        return whole.changed(self._moved) if self.pieces else whole
 
     def _moved(self, array: Tensor) -> Tensor:
         if array.numel() > self.free.numel():
@@ -141,7 +157,7 @@ class WeightMemory:
 def bands(maps: int, n: int, terms: Terms, device: torch.device) -> Iterator[list[Tile]]:
     """The visible tiles of each block of queries.
 
-    >>> from howsmooth.attention.logit_terms import Terms
+    >>> from howsmooth.attention.masks import Terms
     >>> [[(tile.rows.stop, tile.cols.stop) for tile in band] for band in bands(2, 5, Terms(()), torch.device("cpu"))]
     [[(5, 5)]]
     """
@@ -149,12 +165,19 @@ def bands(maps: int, n: int, terms: Terms, device: torch.device) -> Iterator[lis
     side = max(1, math.isqrt(entries // TILE_SIZE))
     rows = min(max(1, side * TILE_ROWS // MASKED_SHARE) if terms else side * TILE_ROWS, n)
     cols = side * TILE_COLS
-    group = max(1, entries // (rows * min(cols, n)))
+    return tiles_between(maps, n, terms, max(1, entries // (rows * min(cols, n))), rows, cols)
+
+
+def tiles_between(
+    maps: int, n: int, terms: Terms, group: int, rows: int, cols: int, grid: int = 1
+) -> Iterator[list[Tile]]:
+    """The visible tiles of each block of ``rows`` queries of ``group`` maps, with edges at multiples of ``grid``."""
     for first in range(0, maps, group):
         together = slice(first, min(first + group, maps))
         for start in range(0, n, rows):
             stop = min(start + rows, n)
             low, high = terms.key_range(start, stop, n)
+            low, high = low // grid * grid, min(-(-high // grid) * grid, n)
             edges = [low, *range(low + cols, high, cols), high]
             yield [
                 Tile(together, slice(start, stop), slice(left, right))
@@ -183,3 +206,50 @@ def tile_size(device: torch.device) -> int:
     except (AttributeError, RuntimeError, AssertionError, NotImplementedError):  # a device without this number
         return TILE_SIZE
     return max(TILE_SIZE, free // 64)
+
+
+class Workspace(threading.local):
+    """Buffers that serve one product after the other: fresh memory would cost page faults at every tile.
+
+    All operators that are alive have the same ones, as only one product runs at a time in a thread: thirty layers of
+    their own would be as much memory as all their tokens. Every thread has its own, released with
+    the last operator.
+    """
+
+    _known: ClassVar[WeakValueDictionary[str, Workspace]] = WeakValueDictionary()
+
+    def __init__(self) -> None:
+        self.buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+    @classmethod
+    def shared(cls) -> Workspace:
+        """The workspace of all operators."""
+        return cls._known.setdefault("shared", cls())
+
+    def product(self, left: Tensor, right: Tensor) -> Tensor:
+        """The batched matrix product, valid until the next call."""
+        return torch.bmm(left, right, out=self.buffer("tile", (*left.shape[:2], right.shape[2]), left))
+
+    def joined(self, name: str, a: Tensor, b: Tensor) -> Tensor:
+        """a and b side by side in the order of a, valid until the next call with this name."""
+        maps, n, width = *a.shape[:2], a.shape[2] + b.shape[2]
+        if is_channels_first(a):
+            return join_channels([a, b], self.buffer(name, (maps, width, n), a).mT)
+        return join_channels([a, b], self.buffer(name, (maps, n, width), a))
+
+    def buffer(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Memory of this shape, and of the dtype and device of another tensor, until the next call with this name."""
+        size, key = math.prod(shape), (name, like.dtype, like.device)
+        if key not in self.buffers or self.buffers[key].numel() < size:
+            self.buffers.pop(key, None)
+            with torch.inference_mode(False):  # or nobody outside that mode could use it again
+                self.buffers[key] = torch.empty(size, dtype=like.dtype, device=like.device)
+        return self.buffers[key][:size].view(shape)
+
+
+def trim_memory() -> None:
+    """Return free memory of the C library to the system, where it can: large maps leave much of it behind."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc, not of musl
+        if trim is not None:
+            trim(0)

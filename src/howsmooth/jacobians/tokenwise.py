@@ -16,7 +16,7 @@ from torch import Tensor
 
 from howsmooth._util.torch_globals import full_precision
 from howsmooth.attention.memory_layout import is_channels_first, matmul, prefers_channels_first
-from howsmooth.attention.stages import Chain, TokenDerivative, TokenStage
+from howsmooth.attention.stages import Chain, Multiple, TokenDerivative, TokenStage
 from howsmooth.jacobians.operator import Accuracy, JacobianOperator
 from howsmooth.numerics.roundoff import spread_of_sum
 from howsmooth.numerics.spectral_norms import spectral_bound
@@ -67,11 +67,7 @@ class Diagonal(TokenStage):
         self.gain, self.shift = gain, shift
 
     def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
-        gain = (
-            self.gain.to(x)
-            if isinstance(self.gain, Tensor)
-            else torch.full((), self.gain, dtype=x.dtype, device=x.device)
-        )
+        gain = torch.as_tensor(self.gain, dtype=x.dtype, device=x.device)
         y = x * gain
         return y if self.shift is None else y + self.shift.to(x), Slopes(gain)
 
@@ -92,23 +88,11 @@ class Activation(TokenStage):
         return y, Slopes(slopes)
 
 
-@dataclass(frozen=True)
-class Slopes(TokenDerivative):
-    """dy = s∘dx."""
-
-    slopes: Tensor
-
-    def jvp(self, dx: Tensor) -> Tensor:
-        return dx * self.slopes
-
-    def vjp(self, gy: Tensor) -> Tensor:
-        return gy * self.slopes
-
-    def select(self, index: Tensor) -> Self:
-        return replace(self, slopes=self.slopes[index]) if self.slopes.dim() > 1 else self
+class Slopes(Multiple):
+    """dy = s∘dx with a slope for each coordinate, of all tokens or of each."""
 
     def size(self) -> Tensor:
-        return self.slopes.abs().double().amax()
+        return torch.as_tensor(super().size()).double().amax()
 
 
 class GatedActivation(TokenStage):
@@ -145,9 +129,6 @@ class _Gated(TokenDerivative):
         torch.mul(gy, self.of_gate, out=back[..., :width])
         torch.mul(gy, self.of_up, out=back[..., width:])
         return back
-
-    def select(self, index: Tensor) -> Self:
-        return replace(self, of_gate=self.of_gate[index], of_up=self.of_up[index])
 
     def size(self) -> Tensor:
         return torch.hypot(self.of_gate.double(), self.of_up.double()).amax()

@@ -21,9 +21,8 @@ from howsmooth.attention import AttentionMap
 from howsmooth.errors import HowsmoothError, UnsupportedModel
 from howsmooth.jacobians.attention_operator import DEFAULT_MEMORY
 from howsmooth.jacobians.closed_maps import ClosedMap, Tokenwise, composed_jacobian
-from howsmooth.jacobians.function_checks import random_like
 from howsmooth.jacobians.function_operator import function_jacobian
-from howsmooth.jacobians.operator import JacobianOperator
+from howsmooth.jacobians.operator import JacobianOperator, random_like
 from howsmooth.models.captured_sites import TOLERANCE
 from howsmooth.models.layer_wiring import ClosedLayer, closed_layers, norm_stage, read_affine
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from howsmooth._util.validation import validated
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians.operator import JacobianOperator
-from howsmooth.jacobians.start_vector import random_start, start_stream
+from howsmooth.jacobians.operator import JacobianOperator, random_start, start_stream
 from howsmooth.norms.bidiagonal import Bidiagonalisation, orthonormalised
 from howsmooth.norms.counted_products import (
     FlatProducts,

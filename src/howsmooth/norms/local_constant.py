@@ -41,7 +41,7 @@ from howsmooth.jacobians import JacobianOperator, jacobian
 from howsmooth.jacobians.attention_operator import DEFAULT_MEMORY, AttentionJacobian
 from howsmooth.jacobians.closed_or_autodiff import closed_jacobian
 from howsmooth.jacobians.composite_operator import CompositeJacobian
-from howsmooth.jacobians.dropped_tiles.truncated import truncated_jacobian
+from howsmooth.jacobians.truncated_operator import truncated_jacobian
 from howsmooth.norms import Measurement, operator_norm
 from howsmooth.norms.measurement import NormKind
 from howsmooth.norms.small_matrices import spectral

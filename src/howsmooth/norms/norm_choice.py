@@ -34,8 +34,8 @@ from torch import Tensor
 from howsmooth._util.common import random_stream
 from howsmooth._util.validation import validated
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians.dropped_tiles.truncated import Truncated
 from howsmooth.jacobians.operator import JacobianOperator
+from howsmooth.jacobians.truncated_operator import Truncated
 from howsmooth.norms.counted_products import product_error, rounding_allowance, widened
 from howsmooth.norms.entry_norms import dense_norm, frobenius_norm, inf_norm, one_norm
 from howsmooth.norms.lanczos import golub_kahan

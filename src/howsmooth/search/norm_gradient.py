@@ -142,7 +142,7 @@ class _Mixing:
                     largest[s] = (rows.start + i, a, float(one[i, a].sign()))
         for s, (i, a, sign) in enumerate(largest):
             block = _Block(self, slice(s * self.heads, (s + 1) * self.heads), slice(i, i + 1))
-            u = self.query.new_zeros(1, 1, self.projection.out_width)
+            u = self.query.new_zeros(1, 1, self.projection.weight_out.shape[-1])
             u[..., a] = sign
             block.accumulate(self.projection.distribute(u))
         return best, self._gradients()

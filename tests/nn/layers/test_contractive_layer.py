@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import howsmooth as hs
 from evidence.ascent import ROUNDING
-from howsmooth.attention.logit_terms import as_mask
+from howsmooth.attention.masks import as_mask
 from howsmooth.bounds import Bound, kim2021, l2_bounds
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn import ContractiveL2Attention, L2Attention

@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import howsmooth as hs
 from howsmooth import nn as layers
 from howsmooth.attention import LogitBias
-from howsmooth.attention.logit_terms import Terms, as_mask
+from howsmooth.attention.masks import Terms, as_mask
 from howsmooth.bounds import kim2021, l2_bounds
 from howsmooth.bounds.own.l2_bounds import block_lip_2
 from howsmooth.nn.layers.attention_layer import AttentionLayer

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import AttentionMap
-from howsmooth.attention.logit_terms import Terms
-from howsmooth.attention.masks import Maps
+from howsmooth.attention.masks import Maps, Terms
 from howsmooth.bounds.assumptions import FINITE, LINEAR
 from howsmooth.bounds.catalogue import Assumption, theorem
 from howsmooth.bounds.head_constants import HeadScores, output_factor, value_matrices

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from howsmooth.attention.l2_map import _DistanceKey, _DistanceQuery
-from howsmooth.attention.positions import Rotary
-from howsmooth.attention.stages import Chain, Scale, TokenStage, UnitNorm
+from howsmooth.attention.dot_product_map import _DistanceKey, _DistanceQuery
+from howsmooth.attention.stages import Chain, Rotary, Scale, TokenStage, UnitNorm
 from howsmooth.bounds.own.neighbourhood import softmax_ceiling
 from howsmooth.bounds.own.three_path import nonnegative_norm
 from howsmooth.bounds.three_paths import PathsAt

@@ -4,7 +4,7 @@ A `SequenceClassifier` is a stack of modules between embeddings and classes: lin
 SiLU), normalisations (`torch.nn.LayerNorm`, `torch.nn.RMSNorm`, `CentredNorm`), attention (`SelfAttend`, or a layer
 with an attention map), residuals (`Residual`), sequences of them and torch's encoders. A module is read at each of
 its occurrences by the formula of its class; a subclass that overrides the formula and a module with hooks are refused
-by name (`howsmooth.attention.module_changes`). `howsmooth.certificates.network.read_check` compares parts and
+by name (`howsmooth.attention.conversion`). `howsmooth.certificates.network.read_check` compares parts and
 network.
 """
 
@@ -20,8 +20,7 @@ from torch.nn.utils import parametrizations
 from howsmooth._util.common import first_tensor
 from howsmooth._util.validation import check_count, check_one_of, check_weights, validated
 from howsmooth.attention import AttentionMap, LogitBias
-from howsmooth.attention.conversion import as_attention_map
-from howsmooth.attention.module_changes import change_of, known_base
+from howsmooth.attention.conversion import as_attention_map, change_of, known_base
 from howsmooth.errors import InvalidInput, UnsupportedModel
 
 POOLS = ("mean", "first")

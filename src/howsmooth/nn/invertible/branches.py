@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from howsmooth._util.validation import check_number, validated
 from howsmooth.attention import AttentionMap, L2SelfAttention
-from howsmooth.attention.logit_terms import as_mask
+from howsmooth.attention.masks import as_mask
 from howsmooth.bounds import least_upper_bound, setting
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn.invertible.diagonal_blocks import causal_blocks, l2_blocks, token_wise_blocks

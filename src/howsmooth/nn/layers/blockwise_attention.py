@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from howsmooth.attention.logit_terms import Terms
-from howsmooth.attention.masks import Maps, softmax
+from howsmooth.attention.masks import Maps, Terms, softmax
 
 BLOCK_WEIGHTS = 2**20
 """Weights in a block of queries, over all maps: few enough to stay in the cache between softmax and product."""

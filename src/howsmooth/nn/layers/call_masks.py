@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import Causal, DenseBias, LogitBias, Padding
-from howsmooth.attention.logit_terms import Terms
-from howsmooth.attention.masks import HIDDEN
+from howsmooth.attention.masks import HIDDEN, Terms
 from howsmooth.errors import InvalidInput
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from howsmooth._util.validation import check_count, check_positive, validated
-from howsmooth.attention.logit_terms import as_mask
+from howsmooth.attention.masks import as_mask
 from howsmooth.bounds import get, kim2021, l2_bounds, setting
 from howsmooth.bounds.own.l2_bounds import balanced, block_lip_2, mixing_matrix
 from howsmooth.errors import DoesNotApply, InvalidInput

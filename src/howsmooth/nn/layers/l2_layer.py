@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from howsmooth.attention import L2SelfAttention
-from howsmooth.attention.logit_terms import as_mask
-from howsmooth.attention.masks import Sight
+from howsmooth.attention.masks import Sight, as_mask
 from howsmooth.bounds.own.l2_bounds import average_lip_2, block_lip_2, mixing_matrix
 from howsmooth.nn.layers.attention_layer import (
     Mask,

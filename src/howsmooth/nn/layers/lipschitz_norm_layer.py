@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth import attention
-from howsmooth.attention.lipschitz_norm_map import divisor_of
+from howsmooth.attention.autodiff_maps import divisor_of
 from howsmooth.errors import InvalidInput
 from howsmooth.nn.layers.attention_layer import Mask, ProjectedAttention, ProjectedTokens, glorot
 from howsmooth.nn.layers.call_masks import CallMasks

@@ -12,7 +12,7 @@ import torch
 import howsmooth as hs
 from howsmooth.jacobians import attention_jacobian
 from howsmooth.jacobians.attention_operator import AttentionJacobian
-from howsmooth.jacobians.workspace import Workspace
+from howsmooth.jacobians.tiles import Workspace
 
 N, D = 64, 16
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,12 +11,10 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.attention.attention_map import AttentionMap
-from howsmooth.jacobians import attention_jacobian
-from howsmooth.jacobians.dropped_tiles import statistics, tile_bounds
-from howsmooth.jacobians.dropped_tiles.statistics import sharp_moments, sized_mixing
-from howsmooth.jacobians.dropped_tiles.truncated import truncated_jacobian
-from howsmooth.jacobians.evaluation_point import EvaluationPoint
-from howsmooth.jacobians.softmax_products import Mixing
+from howsmooth.jacobians import attention_jacobian, dropped_tiles
+from howsmooth.jacobians.dropped_tiles import sharp_moments, sized_mixing
+from howsmooth.jacobians.softmax_products import EvaluationPoint, Mixing
+from howsmooth.jacobians.truncated_operator import truncated_jacobian
 
 N, D, SIDE = 43, 6, 8
 MEMORY = 2**29
@@ -23,7 +22,7 @@ MEMORY = 2**29
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tile_bounds, "FINE_TILE", SIDE)
+    monkeypatch.setattr(dropped_tiles, "FINE_TILE", SIDE)
 
 
 def maps() -> Iterator[AttentionMap]:
@@ -46,13 +45,13 @@ def test_the_products_are_those_of_the_plain_way(memory: int) -> None:
     for attention in maps():
         at = point(attention)
         plain, (sized, _) = (
-            Mixing.at(attention, at, torch.float64, MEMORY),
-            sized_mixing(attention, at, torch.float64, memory),
+            Mixing.at(at, MEMORY),
+            sized_mixing(at, memory),
         )
         torch.testing.assert_close(sized.output, plain.output)
-        tangents = [torch.randn_like(t) for t in (plain.query, plain.key, plain.value)]
-        torch.testing.assert_close(sized.jvp(*tangents), plain.jvp(*tangents))
-        for ours, theirs in zip(sized.vjp(tangents[2]), plain.vjp(tangents[2]), strict=True):
+        dquery, dkey, dvalue = (torch.randn_like(t) for t in (plain.query, plain.key, plain.value))
+        torch.testing.assert_close(sized.jvp((dquery, dkey), dvalue), plain.jvp((dquery, dkey), dvalue))
+        for ours, theirs in zip(sized.vjp(dvalue), plain.vjp(dvalue), strict=True):
             torch.testing.assert_close(ours, theirs)
         torch.testing.assert_close(sized.column_sums(), plain.column_sums())
 
@@ -60,8 +59,8 @@ def test_the_products_are_those_of_the_plain_way(memory: int) -> None:
 def test_moments_are_those_of_the_plain_way_and_squares_of_weights_are_bounded() -> None:
     for attention in maps():
         at = point(attention)
-        plain = Mixing.at(attention, at, torch.float64, MEMORY)
-        sized, _ = sized_mixing(attention, at, torch.float64, MEMORY)
+        plain = Mixing.at(at, MEMORY)
+        sized, _ = sized_mixing(at, MEMORY)
         assert plain.moments is not None
         assert sized.moments is not None
         sharp = sharp_moments(sized)
@@ -75,11 +74,11 @@ def test_moments_are_those_of_the_plain_way_and_squares_of_weights_are_bounded()
 
 
 def test_the_spread_of_keys_is_that_of_the_plain_way_where_all_tiles_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(statistics, "_WEIGHTY", 0.0)
+    monkeypatch.setattr(dropped_tiles, "_WEIGHTY", 0.0)
     for attention in maps():
         at = point(attention)
-        plain = Mixing.at(attention, at, torch.float64, MEMORY)
-        sized, _ = sized_mixing(attention, at, torch.float64, MEMORY)
+        plain = Mixing.at(at, MEMORY)
+        sized, _ = sized_mixing(at, MEMORY)
         assert plain.moments is not None
         assert sized.moments is not None
         torch.testing.assert_close(sized.moments.key_spread, plain.moments.key_spread)
@@ -88,7 +87,7 @@ def test_the_spread_of_keys_is_that_of_the_plain_way_where_all_tiles_count(monke
 def key_spreads(attention: AttentionMap, x: Tensor, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     """The spreads of keys about their means, in float64 from all weights one by one, and as they come with sizes."""
     at = EvaluationPoint.at(attention, x[None], dtype)
-    plain, (sized, _) = Mixing.at(attention, at, torch.float64, MEMORY), sized_mixing(attention, at, dtype, MEMORY)
+    plain, (sized, _) = Mixing.at(replace(at, dtype=torch.float64), MEMORY), sized_mixing(at, MEMORY)
     weights = torch.zeros(len(plain.query), len(x), len(x), dtype=torch.float64)
     for tile in plain.tiles:
         weights[tile.maps, tile.rows, tile.cols] = plain.weights_of(tile)[0]
@@ -131,13 +130,13 @@ def test_the_bound_on_light_keys_cannot_be_halved(monkeypatch: pytest.MonkeyPatc
     truth, bound = key_spreads(*opposed())
     assert bool((bound >= truth).all())
     assert bool((bound > 1.001 * truth).any())
-    whole = statistics._TileSums._sum_keys
+    whole = dropped_tiles._TileSums._sum_keys
 
-    def halved(self: statistics._TileSums, m: int, rows: slice, *rest: list[Tensor]) -> None:
+    def halved(self: dropped_tiles._TileSums, m: int, rows: slice, *rest: list[Tensor]) -> None:
         whole(self, m, rows, *rest)  # type: ignore[arg-type]
         self.seen.keys_apart[m, rows] /= 2
 
-    monkeypatch.setattr(statistics._TileSums, "_sum_keys", halved)
+    monkeypatch.setattr(dropped_tiles._TileSums, "_sum_keys", halved)
     truth, bound = key_spreads(*opposed())
     assert bool((bound < truth * (1 - 1e-3)).any())
 
@@ -162,7 +161,7 @@ def dense_sizes(mixing: Mixing, out: Tensor, m: int, rows: slice, cols: slice) -
 
 def test_every_tile_is_within_its_sizes_and_they_are_not_far_off() -> None:
     for attention in maps():
-        mixing, sizes = sized_mixing(attention, point(attention), torch.float64, MEMORY)
+        mixing, sizes = sized_mixing(point(attention), MEMORY)
         ratios = []
         for (m, i, j), bound in zip(sizes.places.T.tolist(), sizes.sizes.T, strict=True):
             rows, cols = (slice(SIDE * b, min(SIDE * (b + 1), N)) for b in (i, j))
@@ -175,14 +174,14 @@ def test_every_tile_is_within_its_sizes_and_they_are_not_far_off() -> None:
 def shares_of_sizes(attention: AttentionMap, x: Tensor) -> Tensor:
     """The exact norms of all tiles in float64, divided by their sizes from a pass in float32, ``(tiles, 3)``."""
     at = EvaluationPoint.at(attention, x[None], torch.float64)
-    exact, _ = sized_mixing(attention, at, torch.float64, MEMORY)
-    sizes = sized_mixing(attention, at, torch.float32, MEMORY)[1]
+    exact, _ = sized_mixing(at, MEMORY)
+    sizes = sized_mixing(replace(at, dtype=torch.float32), MEMORY)[1]
     norms = []
     for m, i, j in sizes.places.T.tolist():
         rows, cols = (slice(SIDE * b, min(SIDE * (b + 1), N)) for b in (i, j))
         norms.append(dense_sizes(exact, attention.output_weight[m % attention.heads], m, rows, cols))
     least = 1e-30  # a weight that float32 rounds to zero
-    return torch.tensor(norms, dtype=torch.float64) / (tile_bounds._OF_SUMS * sizes.sizes.T + least)
+    return torch.tensor(norms, dtype=torch.float64) / (dropped_tiles._OF_SUMS * sizes.sizes.T + least)
 
 
 @pytest.mark.parametrize("mask", [None, "causal", hs.SlidingWindow(19)])
@@ -204,7 +203,7 @@ def test_sizes_in_float32_are_never_too_small_and_half_of_them_would_be(
 
 def test_tiles_cover_what_a_mask_leaves() -> None:
     for attention in maps():
-        mixing, sizes = sized_mixing(attention, point(attention), torch.float64, MEMORY)
+        mixing, sizes = sized_mixing(point(attention), MEMORY)
         assert sum(sizes.counts) == sizes.sizes.shape[1]
         nothing = torch.zeros(sizes.sizes.shape[1], dtype=torch.bool)
         assert sum(t.size for t in sizes.without(mixing, nothing, MEMORY).tiles) == sum(t.size for t in mixing.tiles)

@@ -17,45 +17,71 @@ from howsmooth.jacobians.attention_operator import (
     DEFAULT_MEMORY,
     AttentionJacobian,
     Path,
-    Rounding,
     check_logits,
     dtype_of_products,
     resolved_in_float32,
 )
-from howsmooth.jacobians.dropped_tiles.statistics import sharp_moments, sized_mixing
-from howsmooth.jacobians.dropped_tiles.tile_bounds import DroppedTiles, TileSizes
-from howsmooth.jacobians.evaluation_point import EvaluationPoint
-from howsmooth.jacobians.function_checks import random_like
-from howsmooth.jacobians.operator import Accuracy, JacobianOperator
-from howsmooth.jacobians.product_error import PathErrors, WeightNorms, per_map
+from howsmooth.jacobians.dropped_tiles import DroppedTiles, TileSizes, sharp_moments, sized_mixing
+from howsmooth.jacobians.operator import Accuracy, JacobianOperator, random_input
+from howsmooth.jacobians.product_error import PathErrors, Rounding, per_map
+from howsmooth.jacobians.softmax_products import EvaluationPoint
 
 _FIRST_SHARE, _POWER_STEPS = 0.1, 2
 _WORTH, _LITTLE = 0.5, 1e-4
 _SMALLER_SHARES, _MORE_TILES = (0.05, 0.1), 1.5
 
 
+class _RemainingTiles(AttentionJacobian):
+    """The Jacobian without the dropped tiles; its rows come from products alone."""
+
+    _has_blocks = False
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Truncated(JacobianOperator):
-    """A cheap operator near an exact one: ‖exact − cheap‖ ≤ error for every map.
+    """The Jacobian of an attention map without some tiles, near the exact one: ‖exact − cheap‖ ≤ error for every map.
 
     Its products are those of ``cheap``, and its accuracy includes ``error``. `howsmooth.norms.norm_choice` finds the
-    norm of ``exact`` from it.
+    norm of ``exact`` from it. Build it with `truncated_jacobian`.
 
     Attributes:
         error, lower: an upper bound on the norm of the difference, and a lower one on the norm of the exact map, of
             every map, ``batch_shape``, float64 on the CPU.
         start: approximate right singular vectors, ``batch_shape + in_shape``; None where none are known.
+        sizes: bounds on every tile of the exact map.
+        norms: N_q, N_k, N_v of `dropped_tiles` and ‖W_O‖, ``(4, maps)``.
+        dropped: bounds on the dropped tiles.
     """
 
-    exact: JacobianOperator
-    cheap: JacobianOperator
+    exact: AttentionJacobian
+    cheap: AttentionJacobian
     error: Tensor
     lower: Tensor
     start: Tensor | None
+    sizes: TileSizes
+    norms: Tensor
+    dropped: DroppedTiles
+
+    @classmethod
+    def without(
+        cls, exact: AttentionJacobian, dropped: Tensor, sizes: TileSizes, norms: Tensor, memory: int
+    ) -> Truncated:
+        """The exact operator and the one without some tiles, with a bound on their difference."""
+        bounds = sizes.bounds_of(dropped, len(exact.mixing.query))
+        mixing = sizes.without(exact.mixing, dropped, memory)
+        cheap = _RemainingTiles(mixing, exact.chains, exact.projection, exact.batch_shape, exact.errors, exact.path)
+        error = _error(exact, norms, bounds)
+        return cls(exact, cheap, error, torch.zeros_like(error), None, sizes, norms, bounds)
 
     def __post_init__(self) -> None:
-        names = ("batch_shape", "in_shape", "out_shape", "dtype", "device", "method")
-        vars(self).update({name: getattr(self.cheap, name) for name in names})
+        self._take_after(self.cheap)
+
+    @property
+    def notes(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (
+            f"{100 * self.dropped.share:.0f} % of the tiles of attention weights were left out: the ends allow "
+            f"for what is missing, of norm {float(self.error.max()):.1e} at most",
+        )
 
     @cached_property
     def accuracy(self) -> Accuracy:  # type: ignore[override]
@@ -68,13 +94,32 @@ class Truncated(JacobianOperator):
     def rmatvec(self, u: Tensor) -> Tensor:
         return self.cheap.rmatvec(u)
 
+    @full_precision
+    @torch.no_grad()
     def matvec_within(self, v: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
         """J v of the exact maps with errors of at most ``limit``, and bounds on them, float64 of the batch shape."""
-        return self.exact.matvec(v), torch.zeros_like(limit)
+        query, key, value = self.exact.tangents(v)
+        widest = self.norms[3].to(value)[:, None, None]
+        dropped, error = self.sizes.droppable_forward((query, key, widest * value), self._for_heads(limit))
+        part = replace(self.exact, mixing=self.sizes.without(self.exact.mixing, dropped))
+        return part.combined(query, key, value), self._of_heads(error)
 
+    @full_precision
+    @torch.no_grad()
     def rmatvec_within(self, u: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
         """Jᵀ u, likewise."""
-        return self.exact.rmatvec(u), torch.zeros_like(limit)
+        each = u.reshape(-1, *self.out_shape).repeat_interleave(self.exact.heads_per_map, dim=0)
+        dropped, error = self.sizes.droppable_backward(each, self.norms[:3], self._for_heads(limit))
+        part = replace(self.exact, mixing=self.sizes.without(self.exact.mixing, dropped))
+        return part.rmatvec(u), self._of_heads(error)
+
+    def _for_heads(self, limit: Tensor) -> Tensor:
+        """A bound for every map as one for each of its heads, whose errors add up."""
+        heads = self.exact.heads_per_map
+        return (limit.reshape(-1, 1) / heads).expand(-1, heads).reshape(-1)
+
+    def _of_heads(self, errors: Tensor) -> Tensor:
+        return errors.reshape(*self.batch_shape, -1).sum(-1)
 
     def size(self) -> Tensor:
         return self.cheap.size() + self.error
@@ -88,100 +133,24 @@ class Truncated(JacobianOperator):
     def lift_out(self, u: Tensor) -> Tensor:
         return self.cheap.lift_out(u)
 
-    def subset(self, index: Tensor) -> Truncated | None:
-        exact, cheap = self.exact.subset(index), self.cheap.subset(index)
-        if exact is None or cheap is None:
-            return None
-        error, lower = (t.reshape(-1)[index.cpu()] for t in (self.error, self.lower))
-        start = None if self.start is None else self.start.reshape(-1, *self.in_shape)[index]
-        return replace(self, exact=exact, cheap=cheap, error=error, lower=lower, start=start)
-
-
-class _RemainingTiles(AttentionJacobian):
-    """The Jacobian without the dropped tiles; its rows come from products alone."""
-
-    _has_blocks = False
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class TruncatedAttention(Truncated):
-    """The Jacobian of an attention map without some tiles; build it with `truncated_jacobian`.
-
-    Attributes:
-        sizes: bounds on every tile of the exact map.
-        norms: N_q, N_k, N_v of `tile_bounds` and ‖W_O‖, ``(4, maps)``.
-        dropped: bounds on the dropped tiles.
-    """
-
-    exact: AttentionJacobian
-    cheap: AttentionJacobian
-    sizes: TileSizes
-    norms: Tensor
-    dropped: DroppedTiles
-
-    @classmethod
-    def without(
-        cls, exact: AttentionJacobian, dropped: Tensor, sizes: TileSizes, norms: Tensor, memory: int
-    ) -> TruncatedAttention:
-        """The exact operator and the one without some tiles, with a bound on their difference."""
-        bounds = sizes.bounds_of(dropped, len(exact.mixing.query))
-        mixing = sizes.without(exact.mixing, dropped, memory)
-        cheap = _RemainingTiles(mixing, exact.chains, exact.projection, exact.batch_shape, exact.errors, exact.path)
-        error = _error(exact, norms, bounds)
-        return cls(exact, cheap, error, torch.zeros_like(error), None, sizes, norms, bounds)
-
-    @property
-    def notes(self) -> tuple[str, ...]:  # type: ignore[override]
-        return (
-            f"{100 * self.dropped.share:.0f} % of the tiles of attention weights were left out: the ends allow "
-            f"for what is missing, of norm {float(self.error.max()):.1e} at most",
-        )
-
-    def along(self, path: Path) -> TruncatedAttention:
+    def along(self, path: Path) -> Truncated:
         """The same operators restricted to one path."""
         exact, cheap = self.exact.along(path), self.cheap.along(path)
         error = _error(exact, self.norms, self.dropped)
         return replace(self, exact=exact, cheap=cheap, error=error, lower=torch.zeros_like(error), start=None)
 
-    def subset(self, index: Tensor) -> TruncatedAttention:
-        part = super().subset(index)
-        assert isinstance(part, TruncatedAttention)
+    def subset(self, index: Tensor) -> Truncated:
+        error, lower = (t.reshape(-1)[index.cpu()] for t in (self.error, self.lower))
+        start = None if self.start is None else self.start.reshape(-1, *self.in_shape)[index]
         maps = self.exact.projection.maps_of(index).cpu()
-        return replace(
-            part, sizes=self.sizes.select(maps), norms=self.norms[:, maps], dropped=self.dropped.select(maps)
-        )
-
-    @full_precision
-    @torch.no_grad()
-    def matvec_within(self, v: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
-        query, key, value = self.exact.tangents(v)
-        widest = self.norms[3].to(value)[:, None, None]
-        dropped, error = self.sizes.droppable_forward((query, key, widest * value), self._for_heads(limit))
-        part = replace(self.exact, mixing=self.sizes.without(self.exact.mixing, dropped))
-        return part.combined(query, key, value), self._of_heads(error)
-
-    @full_precision
-    @torch.no_grad()
-    def rmatvec_within(self, u: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
-        each = u.reshape(-1, *self.out_shape)
-        each = each.repeat_interleave(len(self.exact.mixing.query) // len(each), dim=0)
-        dropped, error = self.sizes.droppable_backward(each, self.norms[:3], self._for_heads(limit))
-        part = replace(self.exact, mixing=self.sizes.without(self.exact.mixing, dropped))
-        return part.rmatvec(u), self._of_heads(error)
-
-    def _for_heads(self, limit: Tensor) -> Tensor:
-        """A bound for every map as one for each of its heads, whose errors add up."""
-        heads = len(self.exact.mixing.query) // max(1, self.batch_size)
-        return (limit.reshape(-1, 1) / heads).expand(-1, heads).reshape(-1)
-
-    def _of_heads(self, errors: Tensor) -> Tensor:
-        return errors.reshape(*self.batch_shape, -1).sum(-1)
+        dropped = replace(self.dropped, bounds=self.dropped.bounds[:, maps])
+        exact, cheap = self.exact.subset(index), self.cheap.subset(index)
+        return Truncated(exact, cheap, error, lower, start, self.sizes.select(maps), self.norms[:, maps], dropped)
 
 
 def _error(exact: AttentionJacobian, norms: Tensor, dropped: DroppedTiles) -> Tensor:
     """A bound on the norm of the dropped part along the path of the operator; the errors of heads add up."""
-    heads = 1 if exact.by_head else len(exact.mixing.query) // max(1, exact.batch_size)
-    query, key, value = math.sqrt(heads) * norms[:3] * dropped.bounds
+    query, key, value = math.sqrt(exact.heads_per_map) * norms[:3] * dropped.bounds
     return exact.of_maps(PathErrors(query + key, value).along(exact.path))
 
 
@@ -194,7 +163,7 @@ def truncated_jacobian(
     per_head: bool = False,
     reduced: bool = False,
     memory: int = DEFAULT_MEMORY,
-) -> TruncatedAttention:
+) -> Truncated:
     """The Jacobian of an attention map at x without its smallest tiles, beside the exact one.
 
     Args:
@@ -205,18 +174,16 @@ def truncated_jacobian(
     if not 0 <= skip < 1:
         raise InvalidInput(f"skip is a share of the norm, at least 0 and below 1, got {skip}.")
     dtype = dtype_of_products(attention, x)
-    tokens = x.detach().reshape(-1, *x.shape[-2:])
 
-    def build(dtype: torch.dtype) -> tuple[TruncatedAttention, Rounding]:
-        point = EvaluationPoint.at(attention, tokens, dtype)
-        mixing, sizes = sized_mixing(attention, point, dtype, memory)
-        exact = AttentionJacobian.of(attention, point, mixing, x.shape[:-2], per_head, reduced)
-        operator = _truncated(exact, sizes, path_norms(attention, point), skip, memory)
-        rounding = Rounding(attention, point, WeightNorms(attention, dtype))
+    def build(dtype: torch.dtype) -> tuple[Truncated, Rounding]:
+        point = EvaluationPoint.at(attention, x, dtype)
+        mixing, sizes = sized_mixing(point, memory)
+        exact = AttentionJacobian.of(point, mixing, x.shape[:-2], per_head, reduced)
+        operator = _truncated(exact, sizes, path_norms(point), skip, memory)
+        rounding = Rounding(point)
         # Fewer tiles make shorter sums: the bounds are sharper without the dropped ones.
-        return replace(
-            operator, exact=rounding.bounded(operator.exact), cheap=rounding.bounded(operator.cheap)
-        ), rounding
+        exact, cheap = operator.exact.bounded(rounding), operator.cheap.bounded(rounding)
+        return replace(operator, exact=exact, cheap=cheap), rounding
 
     with torch.no_grad():
         operator, rounding = build(dtype)
@@ -224,7 +191,7 @@ def truncated_jacobian(
             moments = cache(partial(sharp_moments, operator.exact.mixing))
 
             def sharpened(one: AttentionJacobian = operator.cheap) -> AttentionJacobian:
-                return rounding.bounded(one, moments(), together=True)
+                return one.bounded(rounding, moments(), together=True)
 
             cheap = resolved_in_float32(operator.cheap, sharpened, operator.lower)
             if cheap is None:
@@ -235,18 +202,16 @@ def truncated_jacobian(
     return operator
 
 
-def path_norms(attention: AttentionMap, point: EvaluationPoint) -> Tensor:
-    """N_q, N_k, N_v of `tile_bounds` and ‖W_O‖, ``(4, maps)``: exact norms of the projections."""
-    weights = (attention.query_weight, attention.key_weight, attention.value_weight)
-    norms = [torch.linalg.matrix_norm(weight.double(), 2) for weight in weights]
+def path_norms(point: EvaluationPoint) -> Tensor:
+    """N_q, N_k, N_v of `dropped_tiles` and ‖W_O‖, ``(4, maps)``: exact norms of the projections."""
+    attention = point.attention
+    norms = [torch.linalg.matrix_norm(weight.double(), 2) for weight in attention.input_weights]
     norms = [per_map(norm, size, attention) * size for norm, size in zip(norms, point.sizes, strict=True)]
     out = per_map(torch.linalg.matrix_norm(attention.output_weight.double(), 2), norms[2], attention)
     return torch.stack([*norms[:2], norms[2] * out, out]).cpu()
 
 
-def _truncated(
-    exact: AttentionJacobian, sizes: TileSizes, norms: Tensor, skip: float, memory: int
-) -> TruncatedAttention:
+def _truncated(exact: AttentionJacobian, sizes: TileSizes, norms: Tensor, skip: float, memory: int) -> Truncated:
     """The Jacobian without the smallest tiles: those that together are at most about ``skip`` of its norm.
 
     Where these are few, products without them are no cheaper, and only so few are dropped that both ends may move by
@@ -254,15 +219,14 @@ def _truncated(
     """
     maps, path = len(exact.mixing.query), norms[:3]
     every = (path * sizes.bounds_of(torch.ones(sizes.sizes.shape[1], dtype=torch.bool), maps).bounds).sum(0)
-    rough = TruncatedAttention.without(exact, sizes.smallest_within(path, _FIRST_SHARE * every), sizes, norms, memory)
+    rough = Truncated.without(exact, sizes.smallest_within(path, _FIRST_SHARE * every), sizes, norms, memory)
     lower, start = power_iteration(rough.cheap, _POWER_STEPS)
-    heads = maps // max(1, exact.batch_size)
-    budget = (lower.reshape(-1, 1) / heads).expand(-1, heads).reshape(-1)
+    budget = rough._for_heads(lower)
     dropped = _smallest_for_norm(sizes, path, budget, skip)
     if bool(dropped.double().mean() < _WORTH):
         dropped = sizes.smallest_within(path, min(skip, _LITTLE) * budget)
     del rough
-    return replace(TruncatedAttention.without(exact, dropped, sizes, norms, memory), lower=lower, start=start)
+    return replace(Truncated.without(exact, dropped, sizes, norms, memory), lower=lower, start=start)
 
 
 def _smallest_for_norm(sizes: TileSizes, norms: Tensor, budget: Tensor, skip: float) -> Tensor:
@@ -277,7 +241,7 @@ def _smallest_for_norm(sizes: TileSizes, norms: Tensor, budget: Tensor, skip: fl
 
 def power_iteration(operator: JacobianOperator, steps: int) -> tuple[Tensor, Tensor]:
     """A lower bound on the norm of every map, float64 on the CPU, and the vectors reached, after some steps."""
-    v = random_like(torch.empty(*operator.batch_shape, *operator.in_shape, dtype=operator.dtype)).to(operator.device)
+    v = random_input(operator)
     for _ in range(steps):
         u = operator.matvec(v / torch.linalg.vector_norm(v, dim=(-2, -1), keepdim=True))
         v = operator.rmatvec(u)

@@ -8,10 +8,9 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians import attention_jacobian
-from howsmooth.jacobians.dropped_tiles import tile_bounds, truncated
-from howsmooth.jacobians.dropped_tiles.truncated import TruncatedAttention, truncated_jacobian
+from howsmooth.jacobians import attention_jacobian, dropped_tiles, truncated_operator
 from howsmooth.jacobians.operator import JacobianOperator
+from howsmooth.jacobians.truncated_operator import Truncated, truncated_jacobian
 from howsmooth.norms import operator_norm
 
 N, D = 48, 6
@@ -19,7 +18,7 @@ N, D = 48, 6
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tile_bounds, "FINE_TILE", 8)
+    monkeypatch.setattr(dropped_tiles, "FINE_TILE", 8)
 
 
 def case(sharpness: float, mask: str | None, seed: int = 0, heads: int = 2) -> tuple[hs.SelfAttention, Tensor]:
@@ -93,7 +92,7 @@ def test_tiles_are_left_out_and_counted() -> None:
 def test_less_is_left_out_where_little_more_is_left_then(monkeypatch: pytest.MonkeyPatch) -> None:
     attention, x = case(12.0, "causal")
     careful = truncated_jacobian(attention, x, 0.5)
-    monkeypatch.setattr(truncated, "_SMALLER_SHARES", ())
+    monkeypatch.setattr(truncated_operator, "_SMALLER_SHARES", ())
     greedy = truncated_jacobian(attention, x, 0.5)
     missing_of = [float(torch.as_tensor(op.error)) for op in (careful, greedy)]
     left = [sum(tile.size for tile in op.cheap.mixing.tiles) for op in (careful, greedy)]
@@ -123,7 +122,7 @@ def test_the_bound_is_attained_where_all_weights_are_equal(rows: list[int]) -> N
     whole = truncated_jacobian(attention, x, 0.9)
     gone = torch.zeros(whole.sizes.sizes.shape[1], dtype=torch.bool)
     gone[rows] = True
-    thin = TruncatedAttention.without(whole.exact, gone, whole.sizes, whole.norms, 2**20)
+    thin = Truncated.without(whole.exact, gone, whole.sizes, whole.norms, 2**20)
     bound, lost = float(thin.error), float(missing(thin, attention_jacobian(attention, x)))
     assert 0.99 * bound < lost < bound
 

@@ -11,8 +11,7 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import IdentityJacobian, JacobianOperator, MatrixOperator
-from howsmooth.jacobians.algebra import Product, Sum, power_bound
-from howsmooth.jacobians.operator import Accuracy
+from howsmooth.jacobians.operator import Accuracy, Product, Sum, power_bound
 from howsmooth.norms import operator_norm
 
 
