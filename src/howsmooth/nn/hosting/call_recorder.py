@@ -21,8 +21,7 @@ from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.attention_reader import read_attention
 from howsmooth.models.module_names import CONVENTIONS, AttentionSite, attention_sites
 from howsmooth.nn.hosting.adapter import TransformersMask
-from howsmooth.nn.layers.attention_layer import AttentionLayer, without_autocast
-from howsmooth.nn.layers.call_masks import CallMasks
+from howsmooth.nn.layers.attention_layer import AttentionLayer, CallMasks, without_autocast
 
 RecordedMap = tuple[Callable[[Tensor], Tensor], Tensor]
 _ATTENTION = (AttentionLayer, nn.MultiheadAttention)

@@ -38,8 +38,7 @@ from torch import Tensor
 
 from howsmooth._util.validation import check_count, check_fraction, check_positive
 from howsmooth.errors import DoesNotApply, InvalidInput
-from howsmooth.nn.invertible.branches import Branch
-from howsmooth.nn.invertible.diagonal_blocks import token_wise_blocks, vector_jacobian_product
+from howsmooth.nn.invertible.branches import Branch, token_wise_blocks, vector_jacobian_product
 from howsmooth.nn.invertible.fixed_point import Contraction
 
 Method = Literal["auto", "blocks", "dense", "series", "roulette"]

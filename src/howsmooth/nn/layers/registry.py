@@ -8,16 +8,15 @@ from typing import Any
 
 from howsmooth.errors import InvalidInput
 from howsmooth.nn.layers.attention_layer import AttentionLayer
-from howsmooth.nn.layers.contractive_layer import ContractiveL2Attention
 from howsmooth.nn.layers.dot_product_layers import (
     CosineAttention,
     DotProductAttention,
+    LipschitzNormAttention,
     NormControlledAttention,
     SigmoidAttention,
 )
 from howsmooth.nn.layers.gradient_step_layer import GradientStepAttention
-from howsmooth.nn.layers.l2_layer import L2Attention, UntiedL2Attention
-from howsmooth.nn.layers.lipschitz_norm_layer import LipschitzNormAttention
+from howsmooth.nn.layers.l2_layers import ContractiveL2Attention, L2Attention, UntiedL2Attention
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from howsmooth._util.validation import check_count, validated
 from howsmooth.attention.masks import Causal, LogitBias, Maps, Sight, SlidingWindow
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn import AttentionLayer, ContractiveL2Attention, ContractiveMLP, L2Attention
-from howsmooth.nn.invertible.actnorm import ActNorm
-from howsmooth.nn.layers.l2_layer import UntiedL2Attention
+from howsmooth.nn.invertible.transformer import ActNorm
+from howsmooth.nn.layers.l2_layers import UntiedL2Attention
 from howsmooth.nn.layers.registry import LAYER_KINDS
 from howsmooth.papers.training.training_settings import TrainingSettings
 from howsmooth.sets import Normalised
