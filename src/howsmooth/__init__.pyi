@@ -44,7 +44,7 @@ from .jacobians import JacobianOperator, jacobian
 from .norms import Measurement
 from .norms.explanation import Explanation, explain, token_influence
 from .norms.local_constant import measure, measure_heads
-from .papers.reproduction import reproduce
+from .papers.experiment import reproduce
 from .papers.training.loop import train
 from .reports import report
 from .reports.growth import Growth, growth
