@@ -15,7 +15,7 @@ from evidence.tables import table
 from howsmooth._util.common import digest
 from howsmooth.errors import HowsmoothError
 from howsmooth.papers.training import CharacterModel, TrainingSettings
-from howsmooth.papers.training.checkpoints import TrainingCheckpoint
+from howsmooth.papers.training.run_files import TrainingCheckpoint
 from howsmooth.search import Witness, worst_case
 from howsmooth.sets import Ball
 

@@ -21,9 +21,9 @@ from howsmooth._util.validation import Device, check_device, check_fields, valid
 from howsmooth.engines import Engine
 from howsmooth.engines.choice import complete
 from howsmooth.errors import InvalidInput
-from howsmooth.papers.training.corpus import Corpus
 from howsmooth.papers.training.loop import StatusCallback, train
-from howsmooth.papers.training.run_status import Intervals, TrainingResult, TrainingStatus
+from howsmooth.papers.training.run_files import Intervals, TrainingResult, TrainingStatus
+from howsmooth.papers.training.text_batches import Corpus
 from howsmooth.papers.training.training_settings import Attention, TrainingSettings
 
 COMPARED_KINDS: tuple[Attention, ...] = ("dot-product", "l2-untied", "l2", "contractive-inf", "contractive-2")

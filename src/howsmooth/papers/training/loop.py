@@ -1,6 +1,6 @@
 """The training loop: steps, metrics, checkpoints and interruption.
 
-A run lives in a folder: ``checkpoint.safetensors`` (see `howsmooth.papers.training.checkpoints`) and ``run.sqlite``, a
+A run lives in a folder: ``checkpoint.safetensors`` (see `howsmooth.papers.training.run_files`) and ``run.sqlite``, a
 ledger (`howsmooth._util.ledger`) with one row of numbers per interval, and the result of a finished run. Ctrl-C lets
 the step end, saves and stops; a process that is killed loses the steps since the last checkpoint. A run that goes on
 is, bit by bit on the same machine with the same number of threads, the run that was never stopped.
@@ -25,11 +25,17 @@ from howsmooth._util.common import Busy, evaluating, exclusive, unwritable
 from howsmooth._util.ledger import Ledger
 from howsmooth._util.validation import Device, check_device, validated
 from howsmooth.errors import InvalidInput
-from howsmooth.papers.training.checkpoints import CHECKPOINT, TrainingCheckpoint
-from howsmooth.papers.training.corpus import Corpus
-from howsmooth.papers.training.lengths import TextBatch, plan, validation
 from howsmooth.papers.training.model import CharacterModel
-from howsmooth.papers.training.run_status import LEDGER, RESULT, Intervals, TrainingResult, TrainingStatus
+from howsmooth.papers.training.run_files import (
+    CHECKPOINT,
+    LEDGER,
+    RESULT,
+    Intervals,
+    TrainingCheckpoint,
+    TrainingResult,
+    TrainingStatus,
+)
+from howsmooth.papers.training.text_batches import Corpus, TextBatch, plan, validation
 from howsmooth.papers.training.training_settings import TrainingSettings
 
 StatusCallback = Callable[[TrainingStatus], None]

@@ -44,7 +44,7 @@ class WithinDocuments(LogitBias):
     Of two tokens that see the same one, the later sees the earlier, as under a causal window.
 
     Args:
-        seen: ``(batch, n, n)`` booleans, see `howsmooth.papers.training.lengths.Batch.seen`. window: None for all n.
+        seen: ``(batch, n, n)`` booleans, see `text_batches.TextBatch.seen`. window: None for all n.
     """
 
     sight: Sight = "ordered"
