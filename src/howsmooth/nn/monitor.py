@@ -28,16 +28,14 @@ from howsmooth._util.validation import check_count, check_fraction, shown, valid
 from howsmooth.attention import AttentionMap, ComposedAttention
 from howsmooth.errors import HowsmoothError, InvalidInput
 from howsmooth.nn.hosting.call_recorder import CallRecorder, RecordedCall, RecordedMap, attention_of, first_output
+from howsmooth.nn.layers.attention_layer import precise
 from howsmooth.norms import Measurement
 from howsmooth.norms.local_constant import measure, measure_heads
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
-SIGNALS = ("sigma_lower", "largest_logit", "entropy", "sink_share", "weights_norm", "condition")
-"""The signals that raise alarms; entropy falls, the others grow."""
-_FALLING = ("entropy",)
-_WORDS = {
+SIGNALS = {
     "sigma_lower": "σ",
     "largest_logit": "largest logit",
     "entropy": "entropy",
@@ -45,6 +43,7 @@ _WORDS = {
     "weights_norm": "‖P‖",
     "condition": "relative condition",
 }
+"""The signals that raise alarms, with their names in messages; entropy falls, the others grow."""
 _MINIMUM = {"largest_logit": 4.0, "sink_share": 0.25, "weights_norm": 1.5}
 """Smaller values raise no alarm."""
 _POWER_STEPS = 8
@@ -61,15 +60,15 @@ def head_signals(attention: AttentionMap | ComposedAttention, x: Tensor) -> dict
     """
     tokens = x[None]
     query, key, value = attention.staged(tokens)
+    weights = attention._weights(query, key)[0]
+    entropy = torch.special.entr(weights).sum(-1)
     plain: AttentionMap
     if isinstance(attention, ComposedAttention):
         plain, mixed = attention.attention, attention.mixed(tokens)[0]
+        entropy = entropy + torch.special.entr((1 - weights.sum(-1)).clamp_min(0.0))
     else:
-        plain, mixed = attention, (attention._weights(query, key) @ value)[0]
-    logits, weights = plain._logits(query, key)[0], attention._weights(query, key)[0]
-    rest = (1 - weights.sum(-1, keepdim=True)).clamp_min(0.0) if isinstance(attention, ComposedAttention) else None
-    entropy = torch.special.entr(weights).sum(-1)
-    entropy = entropy if rest is None else entropy + torch.special.entr(rest).squeeze(-1)
+        plain, mixed = attention, weights @ value[0]
+    logits = plain._logits(query, key)[0]
     columns = weights.sum(-2).max(-1)
     vector = torch.ones_like(weights[..., :1])
     for _ in range(_POWER_STEPS):
@@ -108,13 +107,14 @@ class Alarm:
     def __str__(self) -> str:
         place = f"layer {self.layer}" if isinstance(self.layer, int) else self.layer or "the layer"
         place += "" if self.head is None else f", head {self.head}"
-        ratio = self.now / self.before if self.before else float("inf")
-        if self.signal in _FALLING:
-            ratio = self.before / self.now if self.now else float("inf")
-            change = "halved" if round(ratio, 1) == 2 else f"fell to 1/{ratio:.3g}"
+        falling = self.signal == "entropy"
+        small, large = (self.now, self.before) if falling else (self.before, self.now)
+        ratio = large / small if small else math.inf
+        if round(ratio, 1) == 2:
+            change = "halved" if falling else "doubled"
         else:
-            change = "doubled" if round(ratio, 1) == 2 else f"grew {ratio:.3g}-fold"
-        return f"{place}: {_WORDS[self.signal]} {change} in {self.since} steps ({self.before:.3g} → {self.now:.3g})"
+            change = f"fell to 1/{ratio:.3g}" if falling else f"grew {ratio:.3g}-fold"
+        return f"{place}: {SIGNALS[self.signal]} {change} in {self.since} steps ({self.before:.3g} → {self.now:.3g})"
 
 
 class AlarmHistory:
@@ -140,7 +140,7 @@ class AlarmHistory:
             past = self._past.setdefault((layer, head, signal), deque())
             while past and step - past[0][0] > self.within:
                 past.popleft()
-            falling = signal in _FALLING
+            falling = signal == "entropy"
             if past:
                 since, before = min(reversed(past), key=lambda pair: -pair[1] if falling else pair[1])
                 grown = value * self.factor <= before if falling else value >= self.factor * before
@@ -248,8 +248,9 @@ class SmoothnessMonitor:
         self.problems, self.latest, self.alarms = {}, {}, []
         for name, call in heard.items():
             self.latest |= self._values(name, call, now)
-        for alarm in self.alarms if self._alarm is not None else ():
-            self._alarm(alarm)  # type: ignore[misc]
+        if self._alarm is not None:
+            for alarm in self.alarms:
+                self._alarm(alarm)
         if self._log is not None:
             self._log(dict(self.latest), step=now)
         return self.latest
@@ -283,8 +284,7 @@ class SmoothnessMonitor:
         found = attention_of(self._model, heard)
         if found is None:
             return None
-        f, x = found
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        f, x = found[0], precise(found[1])
         return f.in_dtype(x.dtype) if isinstance(f, AttentionMap | ComposedAttention) else f, x
 
     def _report(self, name: str, problem: str) -> None:
@@ -318,10 +318,9 @@ class SmoothnessMonitor:
         if attention is not None:
             return self._solve(name, *attention)
         with evaluating(heard.module):
-            return self._solve(name, lambda x: first_output(heard, x), heard.tokens.detach())
+            return self._solve(name, lambda x: first_output(heard, x), precise(heard.tokens.detach()))
 
     def _solve(self, name: str, f: Callable[[Tensor], Tensor], x: Tensor) -> Measurement:
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.upper_bound:
             return measure(f, x, rtol=self.rtol)
         known = self._vectors.get(name)

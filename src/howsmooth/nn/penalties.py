@@ -22,7 +22,7 @@ from howsmooth._util.validation import check_count, validated
 from howsmooth.bounds.yudin2025 import softmax_jacobian_norm
 from howsmooth.errors import InvalidInput, NotDifferentiable
 from howsmooth.nn.hosting.call_recorder import CallRecorder, RecordedCall, first_output
-from howsmooth.nn.layers.attention_layer import AttentionLayer
+from howsmooth.nn.layers.attention_layer import AttentionLayer, precise
 from howsmooth.nn.layers.dot_product_layers import SigmoidAttention
 
 
@@ -93,8 +93,7 @@ class JacobianPenalty(_Penalty):
         self._vectors: dict[str, Tensor] = {}
 
     def _value(self, name: str, heard: RecordedCall) -> Tensor:
-        x = heard.tokens.detach()
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        x = precise(heard.tokens.detach())
         known = self._vectors.pop(name, None)
         squares, left = power_method_norm(lambda y: first_output(heard, y), x, known, self.steps, self.power)
         if bool(left.isfinite().all()):  # a vector of NaN would spoil all later steps
@@ -190,7 +189,7 @@ def softmax_jacobian_penalty(weights: Tensor | Iterable[Tensor]) -> Tensor:
         return torch.stack(means).mean()
     if weights.dim() < 1 or not weights.is_floating_point() or weights.shape[-1] == 0:
         raise InvalidInput(f"attention weights have shape (…, n, m), got {weights.dtype} {tuple(weights.shape)}.")
-    weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+    weights = precise(weights)
     if not bool(weights.detach().isfinite().all()):
         raise InvalidInput(
             "attention weights hold NaN or infinity, as torch gives them for tokens that see nothing: leave those rows "

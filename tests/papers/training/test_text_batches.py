@@ -19,7 +19,6 @@ from howsmooth.papers.training.text_batches import (
     Curriculum,
     Fixed,
     TextBatch,
-    decode,
     documents,
     plan,
     powers,
@@ -45,7 +44,7 @@ def test_encoding_is_undone_by_decoding(text: str) -> None:
     symbols = corpus.encode(text)
     assert int(symbols.min()) > START
     assert int(symbols.max()) < corpus.symbols
-    assert decode(symbols.tolist(), corpus.alphabet) == text
+    assert "".join(corpus.alphabet[symbol - 1] for symbol in symbols.tolist()) == text
 
 
 def test_a_file_is_split_nine_to_one(tmp_path: Path) -> None:
@@ -84,10 +83,11 @@ def test_what_cannot_be_trained_on_is_refused_in_a_sentence(tmp_path: Path) -> N
         Corpus.read(tmp_path / "missing.txt")
     with pytest.raises(InvalidInput, match="0 files named"):
         Corpus.read(tmp_path)
-    empty = tmp_path / "empty.txt"
-    empty.touch()
-    with pytest.raises(InvalidInput, match="too little text"):
-        Corpus.read(empty)
+    short = tmp_path / "short.txt"
+    for content, message in (("", "is empty"), ("a", "too little text")):
+        short.write_text(content)
+        with pytest.raises(InvalidInput, match=message):
+            Corpus.read(short)
     binary = tmp_path / "binary.txt"
     binary.write_bytes(b"\xff\xfe\x00text" * 10)
     with pytest.raises(InvalidInput, match="UTF-8"):

@@ -23,7 +23,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
@@ -165,7 +165,6 @@ REPLACEABLE = (
 )
 """Types of transformers models whose attention can be replaced; each is tested."""
 _NOTE = "howsmooth_attention"
-_DROPOUTS = ("attn_dropout", "attention_dropout", "dropout")
 
 
 @validated
@@ -208,9 +207,7 @@ def replace_attention(
     transformer.h.0.attn.layer True
     transformer.h.1.attn.layer True
     """
-    if not isinstance(model, nn.Module):
-        raise InvalidInput(f"attention is replaced in a model, got {type(model).__name__}.")
-    kind = check_layer_kind(kind)
+    check_layer_kind(kind)
     if hasattr(model, "config") and hasattr(model.config, "model_type"):
         if getattr(model.config, _NOTE, None) is not None:
             raise InvalidInput("attention of this model has been replaced already: load the model anew.")
@@ -243,7 +240,7 @@ class Replacement:
 
     def as_json(self) -> dict[str, Any]:
         """Return the record for config.json."""
-        return {**vars(self), "layers": list(self.layers), "options": dict(self.options)}
+        return asdict(self) | {"layers": list(self.layers)}
 
     def apply(self, model: nn.Module) -> None:
         """Replace the attention of a model built from the configuration: its weights then have the saved names.
@@ -273,10 +270,10 @@ def replacement_of(config: Any) -> Replacement | None:
         raise InvalidInput(
             f"the entry {_NOTE} of the configuration was not written by replace_attention: save the model again."
         )
-    kind = check_layer_kind(note["kind"])
     layers = note["layers"]
     if not layers or any(type(layer) is not int or layer < 0 for layer in layers):
         raise InvalidInput(f"the configuration lists replaced layers {layers!r}, which are no numbers.")
+    kind = check_layer_kind(note["kind"])
     return Replacement(kind, tuple(layers), note["drop_positions"], _written(note["options"]))
 
 
@@ -425,11 +422,9 @@ def _chosen(blocks: list[Any], layers: Iterable[int] | None) -> list[Any]:
 
 def _dropout(owner: nn.Module) -> float:
     """Return the dropout rate of the old attention weights."""
-    for name in _DROPOUTS:
-        dropout = getattr(owner, name, None)
-        if isinstance(dropout, nn.Dropout | float):
-            return dropout.p if isinstance(dropout, nn.Dropout) else dropout
-    return 0.0
+    values = (getattr(owner, name, None) for name in ("attn_dropout", "attention_dropout", "dropout"))
+    found = next((value for value in values if isinstance(value, nn.Dropout | float)), 0.0)
+    return found.p if isinstance(found, nn.Dropout) else found
 
 
 def _load_weights(model: PreTrainedModel, folder: Path) -> None:

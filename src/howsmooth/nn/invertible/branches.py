@@ -24,7 +24,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -234,10 +234,7 @@ class ComposedBranch(Branch):
         super().__init__()
         if not parts:
             raise InvalidInput("a composition needs at least one part.")
-        self.parts = nn.ModuleList(as_branch(branch) for branch in parts)
-
-    def _branches(self) -> list[Branch]:
-        return [branch for branch in self.parts if isinstance(branch, Branch)]
+        self.parts: Any = nn.ModuleList(as_branch(branch) for branch in parts)
 
     def forward(self, x: Tensor) -> Tensor:
         for branch in self.parts:
@@ -245,13 +242,13 @@ class ComposedBranch(Branch):
         return x
 
     def lipschitz_bound(self, n: int, norm: float = 2) -> Tensor | float:
-        return math.prod(float(branch.lipschitz_bound(n, norm)) for branch in self._branches())
+        return math.prod(float(branch.lipschitz_bound(n, norm)) for branch in self.parts)
 
     def reach_at(self, n: int) -> BranchReach:
-        return max((branch.reach_at(n) for branch in self._branches()), key=_REACHES.index)
+        return max((branch.reach_at(n) for branch in self.parts), key=_REACHES.index)
 
     def diagonal_blocks(self, x: Tensor) -> Tensor:
-        first, *others = self._branches()
+        first, *others = self.parts
         blocks = first.diagonal_blocks(x)
         x = first(x)
         for branch in others:
@@ -267,8 +264,7 @@ class _CustomBranch(Branch):
         super().__init__()
         self.module = module
         self.reach = getattr(module, "reach", "all")
-        if self.reach not in _REACHES:
-            raise InvalidInput(f"reach is 'token', 'past' or 'all', got {self.reach!r}.")
+        check_one_of(self.reach, _REACHES, "reach")
 
     def forward(self, x: Tensor) -> Tensor:
         return self.module(x)
@@ -380,8 +376,8 @@ class ContractiveMLP(Branch):
         widths = [width, *[hidden] * depth, out_width]
         self.coefficient = check_positive(coefficient, "coefficient")
         self.activation, self.norm = check_one_of(activation, NONEXPANSIVE_ACTIVATIONS, "activation"), as_norm(norm)
-        self.linears = nn.ModuleList(glorot(b, a, bias=True) for a, b in pairwise(widths))
-        self.norms = nn.ModuleList(SpectralNorm(b, a) for a, b in pairwise(widths))
+        self.linears: Any = nn.ModuleList(glorot(b, a, bias=True) for a, b in pairwise(widths))
+        self.norms: Any = nn.ModuleList(SpectralNorm(b, a) for a, b in pairwise(widths))
         self.log_sharpness = nn.ParameterList(torch.zeros(hidden) for _ in range(depth))
         self._start()
 
@@ -389,15 +385,15 @@ class ContractiveMLP(Branch):
     def _start(self) -> None:
         """Spread the kinks over the range of tokens of size 1, and make them sharp on that scale."""
         for norm, linear in zip(self.norms, self.linears, strict=True):
-            norm.follow(linear.weight)  # type: ignore[operator]
+            norm.follow(linear.weight)
         for log_sharpness, weight, linear in zip(self.log_sharpness, self._weights(), self.linears, strict=False):
             rows = torch.linalg.vector_norm(weight, dim=1).clamp(min=1e-3)
-            linear.bias.copy_((4 * torch.rand_like(rows) - 2) * rows)  # type: ignore[operator]
+            linear.bias.copy_((4 * torch.rand_like(rows) - 2) * rows)
             log_sharpness.copy_((3 / rows).log())
 
     def _weights(self, follow: bool = True) -> list[Tensor]:
         """Return the weights in use: each divided by max(1, norm)."""
-        weights = [linear.weight for linear in self.linears if isinstance(linear, nn.Linear)]
+        weights = [linear.weight for linear in self.linears]
         if self.norm == 2:
             sizes = [norm(weight, follow) for norm, weight in zip(self.norms, weights, strict=True)]
         else:
@@ -408,8 +404,8 @@ class ContractiveMLP(Branch):
         activation, weights = NONEXPANSIVE_ACTIVATIONS[self.activation], self._weights()
         for weight, linear, log_sharpness in zip(weights, self.linears, self.log_sharpness, strict=False):
             beta = log_sharpness.exp()
-            x = activation(beta * functional.linear(x, weight, linear.bias)) / beta  # type: ignore[arg-type]
-        return functional.linear(x, self.coefficient * weights[-1], self.linears[-1].bias)  # type: ignore[arg-type]
+            x = activation(beta * functional.linear(x, weight, linear.bias)) / beta
+        return functional.linear(x, self.coefficient * weights[-1], self.linears[-1].bias)
 
     @torch.no_grad()
     def lipschitz_bound(self, n: int, norm: NormOrder = 2) -> Tensor:

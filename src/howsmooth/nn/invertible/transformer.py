@@ -7,7 +7,6 @@ ActNorm is a scale and a shift for every feature, set from the first batch (King
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -75,7 +74,7 @@ class ActNorm(nn.Module):
         """Return the sum of s over all tokens, the same for every item."""
         self._check(x)
         value = self.log_scale.sum() * (x.shape[-2] if self.tokens is None else 1)
-        zeros = torch.zeros(x.shape[:-2], dtype=value.dtype, device=value.device)
+        zeros = value.new_zeros(x.shape[:-2])
         return LogDeterminant(value.expand_as(zeros), zeros, zeros, "blocks")
 
     @torch.no_grad()
@@ -83,9 +82,8 @@ class ActNorm(nn.Module):
         check_finite(x, "the first batch of ActNorm")
         samples = x.reshape(-1, x.shape[-1]) if self.tokens is None else x.reshape(-1, *x.shape[-2:])
         spread, mean = torch.std_mean(samples, dim=0, correction=0)
-        spread = torch.where(
-            spread > 1e-6 * (1 + mean.abs()), spread, 1.0
-        )  # the scale of a constant feature is unchanged
+        # The scale of a constant feature is unchanged.
+        spread = torch.where(spread > 1e-6 * (1 + mean.abs()), spread, 1.0)
         self.shift.copy_(-mean.view_as(self.shift))
         self.log_scale.copy_(-spread.log().view_as(self.log_scale))
         self.initialised.fill_(True)
@@ -93,8 +91,9 @@ class ActNorm(nn.Module):
     def _check(self, x: Tensor) -> None:
         n, width = self.log_scale.shape
         if x.dim() not in (2, 3) or x.shape[-1] != width or (self.tokens is not None and x.shape[-2] != n):
-            expected = f"(…, {n if self.tokens is not None else 'n'}, {width})"
-            raise InvalidInput(f"ActNorm takes tokens of shape {expected}, got {tuple(x.shape)}.")
+            raise InvalidInput(
+                f"ActNorm takes tokens of shape (…, {self.tokens or 'n'}, {width}), got {tuple(x.shape)}."
+            )
 
 
 class InvertibleTransformer(nn.Module):
@@ -194,10 +193,6 @@ class InvertibleTransformer(nn.Module):
             terms.append(layer.log_det(x) if isinstance(layer, ActNorm) else layer.log_det(x, **options))
             x = moved
         return x, sum_log_determinants(terms)
-
-    def residuals(self) -> Iterator[InvertibleResidual]:
-        """Iterate over the residual blocks, in order."""
-        return (layer for layer in self.layers if isinstance(layer, InvertibleResidual))
 
 
 def _sizes(x: Tensor, inversion: Inversion | None) -> Tensor:

@@ -359,6 +359,10 @@ class ProjectedAttention(AttentionLayer):
     def project(self, x: Tensor, masks: CallMasks) -> ProjectedTokens:
         """Return queries, keys and values of x, ``(batch, n, d)``."""
 
+    def by_head(self, projected: Tensor) -> Tensor:
+        """Reshape projected tokens, ``(batch, n, heads·k)``, to ``(batch, heads, n, k)``."""
+        return projected.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
     def combine(self, mixed: Tensor, masks: CallMasks) -> Tensor:
         """Apply the output projection to the weighted sums of all heads side by side, ``(batch, n, d)``."""
         return self.out_proj(mixed)
@@ -367,9 +371,7 @@ class ProjectedAttention(AttentionLayer):
         """Return the output of a batch ``(batch, n, d)``, and on request the weights ``(batch, heads, n, n)``."""
         batch, n, _ = x.shape
         heads = self.project(x, masks)
-        query, key, value = (
-            tokens.reshape(-1, n, tokens.shape[-1]) for tokens in (heads.query, heads.key, heads.value)
-        )
+        query, key, value = (tokens.flatten(0, 1) for tokens in (heads.query, heads.key, heads.value))
         attention = BlockwiseAttention(
             query,
             key,
@@ -423,6 +425,11 @@ def as_norm(norm: NormOrder) -> float:
         return _NORMS[norm]
     except (KeyError, TypeError):  # another norm, or an unhashable value
         raise InvalidInput(f"layers are bounded in norm 2 or 'inf', got {shown(norm)}.") from None
+
+
+def precise(x: Tensor) -> Tensor:
+    """Return a tensor in float32 or more."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def without_autocast(like: Tensor) -> torch.autocast:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -67,11 +68,9 @@ class DotProductAttention(ProjectedAttention):
         return {}
 
     def project(self, x: Tensor, masks: CallMasks) -> ProjectedTokens:
-        by_head = self.in_proj(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
+        tokens = map(self.by_head, self.in_proj(x).chunk(3, dim=-1))
         stages: tuple[Any, ...] = (self.query_stages, self.key_stages, self.value_stages)
-        return ProjectedTokens(
-            *(Chain.through(each, t.transpose(1, 2))[0] for each, t in zip(stages, by_head, strict=True))
-        )
+        return ProjectedTokens(*(Chain.through(each, t)[0] for each, t in zip(stages, tokens, strict=True)))
 
     def attached_map(self, mask: Mask, n: int | None) -> SelfAttention:
         query, key, value = self.in_proj.weight.chunk(3)
@@ -118,13 +117,11 @@ class SigmoidAttention(DotProductAttention):
     def project(self, x: Tensor, masks: CallMasks) -> ProjectedTokens:
         heads = super().project(x, masks)
         like = heads.query
-        if self.logit_shift is not None:
-            shift = like.new_full((1, 1, 1, 1), self.logit_shift)
-        elif masks.keep is None:
-            shift = like.new_full((1, 1, 1, 1), -math.log(masks.n))
-        else:
+        if self.logit_shift is None and masks.keep is not None:
             shift = -masks.keep.sum(-1).clamp(min=1).to(like.dtype).log()[:, None, None, None]
-        return ProjectedTokens(heads.query, heads.key, heads.value, shift)
+        else:
+            shift = like.new_full((1, 1, 1, 1), -math.log(masks.n) if self.logit_shift is None else self.logit_shift)
+        return replace(heads, shift=shift)
 
 
 class CosineAttention(DotProductAttention):
@@ -234,8 +231,7 @@ class LipschitzNormAttention(ProjectedAttention):
     def project(self, x: Tensor, masks: CallMasks) -> ProjectedTokens:
         if masks.terms:
             raise InvalidInput(_NO_MASKS)
-        by_head = self.in_proj(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
-        query, key, value = (projected.transpose(1, 2) for projected in by_head)
+        query, key, value = map(self.by_head, self.in_proj(x).chunk(3, dim=-1))
         divisor = divisor_of(query, key, value)  # padded tokens are zero, and zero is never the longest
         return ProjectedTokens(query / torch.where(divisor > 0, divisor, 1.0)[..., None, None], key, value)
 

@@ -38,6 +38,7 @@ from howsmooth.nn.layers.attention_layer import (
     as_norm,
     check_length,
     glorot,
+    precise,
     without_autocast,
 )
 from howsmooth.nn.layers.weight_norms import SpectralNorm
@@ -76,9 +77,8 @@ class L2Attention(ProjectedAttention):
         return self.from_distances(tokens, tokens)
 
     def by_head(self, projected: Tensor) -> Tensor:
-        """Reshape projected tokens to ``(batch, heads, n, k)``, in float32 or more."""
-        tokens = projected.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        return tokens.to(torch.promote_types(tokens.dtype, torch.float32)).contiguous()
+        """Reshape as other layers do, in float32 or more."""
+        return precise(super().by_head(projected)).contiguous()
 
     def from_distances(self, query: Tensor, key: Tensor) -> ProjectedTokens:
         """Return tokens with logits −|q_i − k_j|²/s, up to a constant of row i; the queries are the values."""
@@ -103,10 +103,9 @@ class L2Attention(ProjectedAttention):
 
     def weights_by_head(self) -> Weights:
         """Return W_hᵀ, W^V_hᵀ and W^O_h, each ``(heads, k, d)`` as in the bounds, in float32 or more."""
-        query, value = (w.weight.unflatten(0, (self.num_heads, -1)) for w in (self.qk_proj, self.v_proj))
-        output = self.out_proj.weight.mT.unflatten(0, (self.num_heads, -1))
-        dtype = torch.promote_types(query.dtype, torch.float32)
-        return query.to(dtype), value.to(dtype), output.to(dtype)
+        weights = self.qk_proj.weight, self.v_proj.weight, self.out_proj.weight.mT
+        query, value, output = (precise(weight.unflatten(0, (self.num_heads, -1))) for weight in weights)
+        return query, value, output
 
     def attached_map(self, mask: Mask, n: int | None) -> L2SelfAttention:
         weights, bias = self.weights_by_head(), self.out_proj.bias
@@ -162,7 +161,7 @@ class UntiedL2Attention(L2Attention):
 
     @property
     def key_weight(self) -> Tensor:  # type: ignore[override]
-        return self.k_proj.weight.to(torch.promote_types(self.k_proj.weight.dtype, torch.float32))
+        return precise(self.k_proj.weight)
 
     def project(self, x: Tensor, masks: CallMasks) -> ProjectedTokens:
         return self.from_distances(self.by_head(self.qk_proj(x)), self.by_head(self.k_proj(x)))

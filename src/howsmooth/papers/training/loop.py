@@ -206,14 +206,13 @@ class _Run:
         return None
 
     def _one_step(self) -> float:
-        settings = self.settings
         for group in self.optimiser.param_groups:
-            group["lr"] = settings.rate_at(self.step)
+            group["lr"] = self.settings.rate_at(self.step)
         self.optimiser.zero_grad(set_to_none=True)
         loss = nats(self.model, self.plan.batch(self.step))
         loss.backward()
-        if settings.clip:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip)
+        if self.settings.clip:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
         self.optimiser.step()
         return loss.item()
 
@@ -229,8 +228,7 @@ class _Run:
             "seconds": round(self.seconds, 3),
         }
         if self.step % self.intervals.validate == 0:
-            bits = self._valid_bits(self.intervals.validate_on)
-            row["valid_bits"] = bits if math.isfinite(bits) else None
+            row["valid_bits"] = self._valid_bits(self.intervals.validate_on)
         self.losses = []
         self.rows.append(row)
         self.ledger.write_json(f"step {self.step}", row)
@@ -247,18 +245,21 @@ class _Run:
         state = self.step, self.settings, self.corpus.alphabet, self.corpus.sha256, self.seconds, self.losses
         TrainingCheckpoint.take(*state, self.model, self.optimiser).save(self.folder / CHECKPOINT)
 
-    def _valid_bits(self, limit: int | None = None) -> float:
-        return bits_per_character(
-            self.model, validation(self.corpus, self.settings.lengths, self.settings.length, limit)
-        )
+    def _valid_bits(self, limit: int | None = None) -> float | None:
+        """Return the bits on the validation part, or on its first characters; None when they are not finite."""
+        pieces = validation(self.corpus, self.settings.lengths, self.settings.length, limit)
+        bits = bits_per_character(self.model, pieces)
+        return bits if math.isfinite(bits) else None
 
     def _finish(self, diverged: int | None) -> TrainingResult:
-        bits = math.nan if diverged is not None else self._valid_bits()
+        valid_bits = bound = None
+        if diverged is None:
+            valid_bits, bound = self._valid_bits(), self.model.attention_bound(self.settings.length)
         result = TrainingResult(
             self.settings,
             self.rows[-1]["train_bits"] if self.rows else None,
-            bits if math.isfinite(bits) else None,
-            None if diverged is not None else self.model.attention_bound(self.settings.length),
+            valid_bits,
+            bound,
             diverged,
             self.step * self.settings.batch_tokens,
             round(self.seconds, 3),

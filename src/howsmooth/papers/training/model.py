@@ -186,9 +186,8 @@ class CharacterModel(nn.Module):
 
     def groups(self, weight_decay: float) -> list[dict[str, object]]:
         """Group the parameters for the optimiser: only matrices decay."""
-        parameters = list(self.parameters())
-        matrices = [parameter for parameter in parameters if parameter.dim() > 1]
-        others = [parameter for parameter in parameters if parameter.dim() <= 1]
+        matrices = [parameter for parameter in self.parameters() if parameter.dim() > 1]
+        others = [parameter for parameter in self.parameters() if parameter.dim() <= 1]
         return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 

@@ -36,8 +36,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from howsmooth._util.validation import Count, Seed, Size, check_count, check_fields, check_tensor, validated
+from howsmooth._util.validation import Count, Seed, Size, check_fields, check_tensor, validated
 from howsmooth.errors import InvalidInput
+from howsmooth.models.input_files import decoded, read_content
 
 TRAINED_SHARE = 0.9
 START = 0
@@ -103,32 +104,14 @@ class Corpus:
         return digest.hexdigest()
 
     def encode(self, text: str) -> Tensor:
-        """Return the symbols of a text, 1 … ; characters outside the alphabet are refused."""
-        return encode(text, self.alphabet)
-
-
-@validated
-def encode(text: str, alphabet: str) -> Tensor:
-    """Return the symbols of the characters, i + 1 for the i-th of the alphabet."""
-    table = {character: number for number, character in enumerate(alphabet, start=1)}
-    try:
-        return torch.tensor([table[character] for character in text], dtype=torch.int64)
-    except KeyError as error:
-        raise InvalidInput(
-            f"the character {error.args[0]!r} is not in the alphabet the model was trained on."
-        ) from None
-
-
-@validated
-def decode(symbols: Sequence[int], alphabet: str) -> str:
-    """Return the characters of symbols; the start symbol has none.
-
-    >>> decode([0, 1, 2], "ab")
-    'ab'
-    """
-    for symbol in symbols:
-        check_count(symbol, "a symbol", least=0, most=len(alphabet))
-    return "".join(alphabet[symbol - 1] for symbol in symbols if symbol != START)
+        """Return the symbols of a text, i + 1 for the i-th character of the alphabet; others are refused."""
+        table = {character: number for number, character in enumerate(self.alphabet, start=1)}
+        try:
+            return torch.tensor([table[character] for character in text], dtype=torch.int64)
+        except KeyError as error:
+            raise InvalidInput(
+                f"the character {error.args[0]!r} is not in the alphabet the model was trained on."
+            ) from None
 
 
 @validated
@@ -173,13 +156,8 @@ def _parts(path: Path) -> tuple[Path, Path] | None:
 
 
 def _read(path: Path) -> str:
-    try:
-        with path.open(encoding="utf-8", newline="") as file:  # line ends unchanged: every character counts
-            return file.read()
-    except OSError as error:
-        raise InvalidInput(f"{path} cannot be read ({error.strerror}).") from None
-    except UnicodeDecodeError as error:
-        raise InvalidInput(f"{path} is not a text in UTF-8 ({error.reason} at byte {error.start}).") from None
+    """Read a text with its line ends unchanged: every character counts."""
+    return decoded(read_content(path), str(path))
 
 
 Lengths = Literal["fixed", "chunks", "curriculum"]
@@ -255,8 +233,7 @@ class Fixed(Plan):
     def __init__(self, text: Tensor, length: Count, batch_tokens: Count, seed: Seed):
         self.targets, self.inputs = _symbols(text, "text"), _before(text)
         self.n, self.pieces, self.seed = length, batch_tokens // length, seed
-        if len(text) < length:
-            raise InvalidInput(f"the text to train on has {len(text)} characters, fewer than a length of {length}.")
+        _check_longer(len(text), length)
 
     def batch(self, step: int) -> TextBatch:
         generator = _generator(self.seed, _TEXT, step)
@@ -274,10 +251,7 @@ class Chunks(Plan):
         self.targets, self.inputs, self.owner, self.begins = _joined(parts)
         self._streams = dict[int, Tensor]()
         self.sizes = torch.tensor([len(document) for document in parts])
-        if len(self.targets) < length:
-            raise InvalidInput(
-                f"the text to train on has {len(self.targets)} characters, fewer than a length of {length}."
-            )
+        _check_longer(len(self.targets), length)
 
     def batch(self, step: int) -> TextBatch:
         size = self.n * self.pieces
@@ -390,6 +364,11 @@ def _short_to_long(characters: dict[int, int], steps: int, cycles: int) -> Tenso
     share = torch.tensor([characters[int(size)] for size in sizes], dtype=torch.float64).cumsum(0)
     through = torch.arange(steps, dtype=torch.float64) * cycles / steps % 1.0
     return sizes[torch.searchsorted(share / share[-1], through, right=True).clamp(max=len(sizes) - 1)]
+
+
+def _check_longer(characters: int, length: int) -> None:
+    if characters < length:
+        raise InvalidInput(f"the text to train on has {characters} characters, fewer than a length of {length}.")
 
 
 def _before(text: Tensor) -> Tensor:
