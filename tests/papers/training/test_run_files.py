@@ -18,7 +18,7 @@ from howsmooth._util.common import write_whole
 from howsmooth.errors import InvalidInput
 from howsmooth.papers.training import CharacterModel, Corpus, Intervals, TrainingSettings, train
 from howsmooth.papers.training.loop import load_model
-from howsmooth.papers.training.run_files import TrainingCheckpoint, TrainingStatus
+from howsmooth.papers.training.run_files import TrainingCheckpoint, TrainingStatus, run_tensors
 
 SETTINGS = TrainingSettings(attention="contractive-2", depth=1, width=8, heads=2, length=4, batch_tokens=8, steps=30)
 
@@ -33,7 +33,7 @@ def trained() -> tuple[CharacterModel, torch.optim.Optimizer]:
 
 def taken() -> TrainingCheckpoint:
     model, optimiser = trained()
-    return TrainingCheckpoint.take(7, SETTINGS, "a\n“", "digest", 1.5, [0.1 + 0.2], model, optimiser)
+    return TrainingCheckpoint(7, SETTINGS, "a\n“", "digest", 1.5, [0.1 + 0.2], run_tensors(model, optimiser))
 
 
 def test_a_checkpoint_comes_back_bit_by_bit(tmp_path: Path) -> None:
@@ -53,13 +53,13 @@ def test_restoring_brings_back_model_optimiser_and_random_numbers() -> None:
     model, optimiser = trained()
     checkpoint.restore(model, optimiser)
     assert torch.equal(torch.rand(3), expected)
-    again = TrainingCheckpoint.take(7, SETTINGS, "a\n“", "digest", 1.5, [], model, optimiser)
+    again = run_tensors(model, optimiser)
     names = [name for name in checkpoint.tensors if name != "random"]
     assert sum(name.startswith("optimiser.") for name in names) == 3 * sum(1 for _ in model.parameters())
     buffers = {f"model.{name}" for name, _ in model.named_buffers()}  # the warm start of contractive layers
     assert buffers
     assert buffers <= set(names)
-    assert all(torch.equal(again.tensors[name], checkpoint.tensors[name]) for name in names)
+    assert all(torch.equal(again[name], checkpoint.tensors[name]) for name in names)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "text", "foreign", "pickle"])

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 import torch
 from torch import nn
 
-from howsmooth._util.validation import validated
+from howsmooth._util.validation import check_one_of, validated
 from howsmooth.attention import Rotary, SelfAttention
 from howsmooth.attention.conversion import plain_map
 from howsmooth.attention.stages import UnitNorm
@@ -43,7 +43,7 @@ from howsmooth.nn.layers.attention_layer import AttentionLayer
 from howsmooth.nn.layers.dot_product_layers import DotProductAttention, LipschitzNormAttention, NormControlledAttention
 from howsmooth.nn.layers.gradient_step_layer import GradientStepAttention
 from howsmooth.nn.layers.l2_layers import ContractiveL2Attention, L2Attention, UntiedL2Attention
-from howsmooth.nn.layers.registry import LAYER_KINDS, check_layer_kind
+from howsmooth.nn.layers.registry import LAYER_KINDS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -109,8 +109,7 @@ def check_plain(old: SelfAttention, where: str) -> None:
 @torch.no_grad()
 def start_from(layer: AttentionLayer, old: SelfAttention, tie: Tie = "query") -> None:
     """Copy the weights of an old attention as far as possible; shared keys and values are repeated."""
-    if tie not in get_args(Tie):
-        raise InvalidInput(f"queries and keys are tied from 'query', 'key' or 'mean', got {tie!r}.")
+    check_one_of(tie, get_args(Tie), "tie")
     if isinstance(layer, GradientStepAttention):
         return
     group = old.heads // old.kv_heads
@@ -207,7 +206,7 @@ def replace_attention(
     transformer.h.0.attn.layer True
     transformer.h.1.attn.layer True
     """
-    check_layer_kind(kind)
+    check_one_of(kind, LAYER_KINDS, "the kind of attention")
     if hasattr(model, "config") and hasattr(model.config, "model_type"):
         if getattr(model.config, _NOTE, None) is not None:
             raise InvalidInput("attention of this model has been replaced already: load the model anew.")
@@ -273,7 +272,7 @@ def replacement_of(config: Any) -> Replacement | None:
     layers = note["layers"]
     if not layers or any(type(layer) is not int or layer < 0 for layer in layers):
         raise InvalidInput(f"the configuration lists replaced layers {layers!r}, which are no numbers.")
-    kind = check_layer_kind(note["kind"])
+    kind = check_one_of(note["kind"], LAYER_KINDS, "the kind of attention")
     return Replacement(kind, tuple(layers), note["drop_positions"], _written(note["options"]))
 
 

@@ -34,6 +34,7 @@ from howsmooth.papers.training.run_files import (
     TrainingCheckpoint,
     TrainingResult,
     TrainingStatus,
+    run_tensors,
 )
 from howsmooth.papers.training.text_batches import Corpus, TextBatch, plan, validation
 from howsmooth.papers.training.training_settings import TrainingSettings
@@ -243,7 +244,7 @@ class _Run:
         if self.folder is None or not all(bool(torch.isfinite(p).all()) for p in self.model.parameters()):
             return
         state = self.step, self.settings, self.corpus.alphabet, self.corpus.sha256, self.seconds, self.losses
-        TrainingCheckpoint.take(*state, self.model, self.optimiser).save(self.folder / CHECKPOINT)
+        TrainingCheckpoint(*state, run_tensors(self.model, self.optimiser)).save(self.folder / CHECKPOINT)
 
     def _valid_bits(self, limit: int | None = None) -> float | None:
         """Return the bits on the validation part, or on its first characters; None when they are not finite."""

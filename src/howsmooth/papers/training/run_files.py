@@ -25,7 +25,7 @@ from howsmooth._util.checksummed import Damaged, checksummed_bytes, read_checksu
 from howsmooth._util.common import write_whole
 from howsmooth._util.ledger import Ledger
 from howsmooth._util.sqlite_files import EmptyFile
-from howsmooth._util.validation import NotNegative, Size, check_count, check_fields, validated
+from howsmooth._util.validation import Count, NotNegative, Size, check_fields, validated
 from howsmooth.errors import HowsmoothError, InvalidInput
 from howsmooth.papers.training.training_settings import TrainingSettings
 
@@ -36,14 +36,13 @@ LEDGER, RESULT = "run.sqlite", "result"
 class Intervals:
     """Steps between rows of metrics, validations (on ``validate_on`` characters) and checkpoints."""
 
-    report: int = 50
-    validate: int = 500
-    validate_on: int = 20_000
-    save: int = 200
+    report: Count = 50
+    validate: Count = 500
+    validate_on: Count = 20_000
+    save: Count = 200
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            check_count(value, f"the interval {name}")
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ class TrainingCheckpoint:
 
     Attributes:
         step: number of finished steps.
-        tensors: named ``model.…``, ``optimiser.…`` and ``random``.
+        tensors: named ``model.…``, ``optimiser.…`` and ``random``, see `run_tensors`.
         text: SHA-256 of the corpus, so that a run does not resume with another text.
         seconds: time spent so far.
         losses: bits per character of the steps since the last row of metrics.
@@ -143,28 +142,6 @@ class TrainingCheckpoint:
     seconds: NotNegative
     losses: list[float]
     tensors: dict[str, Tensor]
-
-    @classmethod
-    @validated
-    def take(
-        cls,
-        step: int,
-        settings: TrainingSettings,
-        alphabet: str,
-        text: str,
-        seconds: float,
-        losses: list[float],
-        model: nn.Module,
-        optimiser: Optimizer,
-    ) -> TrainingCheckpoint:
-        """Copy the state of a run between two steps."""
-        tensors = {f"model.{name}": tensor for name, tensor in _state(model)}
-        for name, parameter in model.named_parameters():
-            for entry, value in optimiser.state.get(parameter, {}).items():
-                tensors[f"optimiser.{name}.{entry}"] = value
-        tensors["random"] = torch.get_rng_state()
-        copied = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-        return cls(step, settings, alphabet, text, seconds, list(losses), copied)
 
     def restore(self, model: nn.Module, optimiser: Optimizer | None = None) -> None:
         """Restore model, optimiser and random numbers, all of them or, after an error, none."""
@@ -253,6 +230,16 @@ class TrainingCheckpoint:
         except (Damaged, HowsmoothError) as error:
             why = f"{path} is damaged or no checkpoint of howsmooth ({str(error).rstrip('.')})"
             raise InvalidInput(f"{why}: move it away to start the run anew.") from error
+
+
+def run_tensors(model: nn.Module, optimiser: Optimizer) -> dict[str, Tensor]:
+    """Copy the tensors of a model, of its optimiser and of the random number generator, by name."""
+    tensors = {f"model.{name}": tensor for name, tensor in _state(model)}
+    for name, parameter in model.named_parameters():
+        for entry, value in optimiser.state.get(parameter, {}).items():
+            tensors[f"optimiser.{name}.{entry}"] = value
+    tensors["random"] = torch.get_rng_state()
+    return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
 
 
 def _state(model: nn.Module) -> Iterable[tuple[str, Tensor]]:

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import torch
@@ -161,7 +161,6 @@ def _read(path: Path) -> str:
 
 
 Lengths = Literal["fixed", "chunks", "curriculum"]
-LENGTH_PLANS: tuple[str, ...] = get_args(Lengths)
 _TEXT, _ORDER = 0, 1  # streams of random numbers: positions of windows, order of pieces
 
 

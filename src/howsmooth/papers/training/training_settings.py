@@ -15,12 +15,11 @@ from howsmooth._util.validation import (
     check_fields,
     check_memory,
     check_one_of,
-    check_positive,
     shown,
     validated,
 )
 from howsmooth.errors import InvalidInput
-from howsmooth.papers.training.text_batches import LENGTH_PLANS, Lengths
+from howsmooth.papers.training.text_batches import Lengths
 
 _Compared = Literal["dot-product", "l2", "l2-untied", "contractive-inf", "contractive-2"]  # by Kim et al. (2021)
 Attention = Literal[_Compared, "sigmoid", "cosine", "norm-controlled", "gradient-step"]
@@ -78,11 +77,9 @@ class TrainingSettings:
     seed: Seed = 0
 
     def __post_init__(self) -> None:
-        check_one_of(self.attention, ATTENTIONS, "attention")
-        check_one_of(self.lengths, LENGTH_PLANS, "lengths")
-        check_one_of(self.schedule, get_args(Schedule), "schedule")
-        check_one_of(self.blocks, (*get_args(Blocks), None), "blocks")
-        check_positive(self.rate, "the learning rate")
+        choices = {"attention": ATTENTIONS, "lengths": get_args(Lengths), "schedule": get_args(Schedule)}
+        for name, known in (choices | {"blocks": (*get_args(Blocks), None)}).items():
+            check_one_of(getattr(self, name), known, name)
         check_fields(self)
         if self.width % self.heads:
             raise InvalidInput(f"a width of {self.width} does not split into {self.heads} heads.")
