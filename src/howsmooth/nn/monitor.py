@@ -27,7 +27,7 @@ from howsmooth._util.common import evaluating, random_stream
 from howsmooth._util.validation import check_count, check_fraction, shown, validated
 from howsmooth.attention import AttentionMap, ComposedAttention
 from howsmooth.errors import HowsmoothError, InvalidInput
-from howsmooth.nn.hosting.call_recorder import CallRecorder, RecordedCall, RecordedMap, attention_of, first_output
+from howsmooth.nn.hosting.call_recorder import CallRecorder, RecordedCall, RecordedMap, attention_of
 from howsmooth.nn.layers.attention_layer import precise
 from howsmooth.norms import Measurement
 from howsmooth.norms.local_constant import measure, measure_heads
@@ -242,11 +242,11 @@ class SmoothnessMonitor:
         """
         now = self._next if step is None else step
         self._next = now + 1
-        heard = self._recorder.take(record_next=self._next % self.every == 0)
-        if now % self.every or not heard:
+        calls = self._recorder.take(record_next=self._next % self.every == 0)
+        if now % self.every or not calls:
             return {}
         self.problems, self.latest, self.alarms = {}, {}, []
-        for name, call in heard.items():
+        for name, call in calls.items():
             self.latest |= self._values(name, call, now)
         if self._alarm is not None:
             for alarm in self.alarms:
@@ -255,17 +255,17 @@ class SmoothnessMonitor:
             self._log(dict(self.latest), step=now)
         return self.latest
 
-    def _values(self, name: str, heard: RecordedCall, now: int) -> dict[str, float]:
+    def _values(self, name: str, call: RecordedCall, now: int) -> dict[str, float]:
         try:
-            attention = self._attention(heard)
-            measured = self._measured(name, heard, attention)
+            attention = self._attention(call)
+            measured = self._measured(name, call, attention)
             if bool(torch.isnan(measured.lower).any() | torch.isnan(measured.upper).any()):
                 raise InvalidInput("the Jacobian holds NaN.")
             of_heads = self._of_heads(attention) if self.heads and attention is not None else {}
         except HowsmoothError as error:  # a layer that cannot be measured must not end a training run
             self._report(name, str(error))
             return {}
-        place: int | str = name if heard.site is None else heard.site.layer
+        place: int | str = name if call.site is None else call.site.layer
         values = {"sigma_lower": float(measured.lower.max())}
         if self.upper_bound:
             values["sigma_upper"] = float(measured.upper.max())
@@ -279,9 +279,9 @@ class SmoothnessMonitor:
             named |= {f"{signal}/{name}/head.{head}": value for signal, value in numbers.items()}
         return named
 
-    def _attention(self, heard: RecordedCall) -> RecordedMap | None:
+    def _attention(self, call: RecordedCall) -> RecordedMap | None:
         """Return the attention of a call and its tokens, both in at least float32; None for other modules."""
-        found = attention_of(self._model, heard)
+        found = attention_of(self._model, call)
         if found is None:
             return None
         f, x = found[0], precise(found[1])
@@ -314,11 +314,11 @@ class SmoothnessMonitor:
             raise InvalidInput("a signal of a head is NaN.")
         return {signal: values.tolist() for signal, values in signals.items()}
 
-    def _measured(self, name: str, heard: RecordedCall, attention: RecordedMap | None) -> Measurement:
+    def _measured(self, name: str, call: RecordedCall, attention: RecordedMap | None) -> Measurement:
         if attention is not None:
             return self._solve(name, *attention)
-        with evaluating(heard.module):
-            return self._solve(name, lambda x: first_output(heard, x), precise(heard.tokens.detach()))
+        with evaluating(call.module):
+            return self._solve(name, call.output, precise(call.tokens.detach()))
 
     def _solve(self, name: str, f: Callable[[Tensor], Tensor], x: Tensor) -> Measurement:
         if self.upper_bound:

@@ -72,6 +72,10 @@ class RecordedCall:
         finally:
             _REPEATING.reset(token)
 
+    def output(self, x: Tensor) -> Tensor:
+        """Repeat the call with other tokens, and return its first tensor."""
+        return first_tensor(self.repeat(x))
+
 
 class CallRecorder:
     """Hooks on attention layers, or on any modules, that record the last call of each while ``open``.
@@ -141,21 +145,21 @@ def _sites(model: Any) -> list[AttentionSite]:
     return [replace(site, layer=getattr(site.owner, "layer_idx", site.layer) or 0) for site in sites]
 
 
-def attention_of(model: nn.Module, heard: RecordedCall) -> RecordedMap | None:
+def attention_of(model: nn.Module, call: RecordedCall) -> RecordedMap | None:
     """Return the attention of a call as a map in closed form, and its first text, ``(n, d)``, without padding.
 
     None for a module that is no attention layer.
     """
-    if heard.site is not None:
-        return _block(model, heard, heard.site)
-    if isinstance(heard.module, _ATTENTION):
-        return _layer(heard)
+    if call.site is not None:
+        return _block(model, call, call.site)
+    if isinstance(call.module, _ATTENTION):
+        return _layer(call)
     return None
 
 
-def _layer(heard: RecordedCall) -> RecordedMap:
-    layer: Any = heard.module
-    given = inspect.signature(layer.forward).bind(*heard.args, **heard.kwargs).arguments
+def _layer(call: RecordedCall) -> RecordedMap:
+    layer: Any = call.module
+    given = inspect.signature(layer.forward).bind(*call.args, **call.kwargs).arguments
     query = given["query"]
     if any(given.get(name) is not None and given[name] is not query for name in ("key", "value")):
         raise InvalidInput("this layer attends to tokens of another sequence, but only self-attention can be measured.")
@@ -188,8 +192,8 @@ def _first_text(
     return tokens, DenseBias(added[:, keep][:, :, keep])
 
 
-def _block(model: Any, heard: RecordedCall, site: AttentionSite) -> RecordedMap:
-    given = inspect.signature(site.block.forward).bind(*heard.args, **heard.kwargs).arguments
+def _block(model: Any, call: RecordedCall, site: AttentionSite) -> RecordedMap:
+    given = inspect.signature(site.block.forward).bind(*call.args, **call.kwargs).arguments
     x, causal = given["hidden_states"], bool(getattr(site.owner, "is_causal", False))
     seen = TransformersMask.of(given.get("attention_mask"), x.shape[:2], x.shape[1], causal)
     attention = read_attention(model, site)
@@ -198,8 +202,3 @@ def _block(model: Any, heard: RecordedCall, site: AttentionSite) -> RecordedMap:
     terms = [term for term in attention.terms if not term.hides_only] + ([] if mask is None else [mask])
     plain = plain.replace(logit_biases=terms)
     return attention.replace(attention=plain) if isinstance(attention, ComposedAttention) else plain, tokens
-
-
-def first_output(heard: RecordedCall, x: Tensor) -> Tensor:
-    """Repeat a call with other tokens, and return its first tensor."""
-    return first_tensor(heard.repeat(x))

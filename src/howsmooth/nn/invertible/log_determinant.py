@@ -191,10 +191,10 @@ class _Estimate:
         def weight(k: int) -> Tensor:
             return (drawn >= k) / q ** max(0, k - certain)
 
-        most = int(drawn.max())
+        maximum = int(drawn.max())
         truncated = self.coordinates * self.c ** (MAX_TERMS + 1) / ((MAX_TERMS + 1) * (1 - self.c))
         return self._sum(
-            branch, "roulette", weight, lambda k, moved: k < most, lambda k, moved: moved.new_tensor(truncated)
+            branch, "roulette", weight, lambda k, moved: k < maximum, lambda k, moved: moved.new_tensor(truncated)
         )
 
     def _sum(

@@ -270,9 +270,9 @@ class AttentionLayer(nn.Module, ABC):
         """
         check_length(n)
         where, order = setting(self.map(mask, n), n=n, over=None if radius is None else Ball(radius)), as_norm(norm)
-        least = least_upper_bound(where, order)
-        if least is not None:
-            return least[1]
+        found = least_upper_bound(where, order)
+        if found is not None:
+            return found[1]
         if order != 2:
             raise DoesNotApply("no bound in the ∞-norm is known for this attention and mask: choose norm=2.")
         raise DoesNotApply(f"{self.refusal}." if radius is None else "no bound is known for this attention and mask.")

@@ -116,14 +116,14 @@ class L2Attention(ProjectedAttention):
         return attention_map.replace(output_bias=None if bias is None else bias[:].to(query.dtype))
 
     def lipschitz_bound(self, n: int, radius: float | None = None, norm: NormOrder = 2, mask: Mask = None) -> Tensor:
-        least = super().lipschitz_bound(n, radius, norm, mask)
+        bound = super().lipschitz_bound(n, radius, norm, mask)
         if as_norm(norm) != 2:
-            return least
+            return bound
         attention = self.map(mask, n)
         assert isinstance(attention, L2SelfAttention)
         query, value, output = attention.query_weight, attention.plain_value, attention.output_weight
         average = average_2(CallMasks(n, as_mask(mask)))
-        return torch.minimum(least, block_lip_2(query.double(), value.double(), output.double(), average))
+        return torch.minimum(bound, block_lip_2(query.double(), value.double(), output.double(), average))
 
 
 def average_2(masks: CallMasks, n: int | None = None) -> float:

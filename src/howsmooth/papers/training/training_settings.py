@@ -15,6 +15,7 @@ from howsmooth._util.validation import (
     check_fields,
     check_memory,
     check_one_of,
+    check_positive,
     shown,
     validated,
 )
@@ -80,6 +81,7 @@ class TrainingSettings:
         choices = {"attention": ATTENTIONS, "lengths": get_args(Lengths), "schedule": get_args(Schedule)}
         for name, known in (choices | {"blocks": (*get_args(Blocks), None)}).items():
             check_one_of(getattr(self, name), known, name)
+        check_positive(self.rate, "the learning rate")
         check_fields(self)
         if self.width % self.heads:
             raise InvalidInput(f"a width of {self.width} does not split into {self.heads} heads.")
