@@ -15,7 +15,7 @@ from evidence.tables import table
 from howsmooth._util.common import digest
 from howsmooth.errors import HowsmoothError
 from howsmooth.papers.training import CharacterModel, TrainingSettings
-from howsmooth.papers.training.checkpoints import TrainingCheckpoint
+from howsmooth.papers.training.run_files import TrainingCheckpoint, run_tensors
 from howsmooth.search import Witness, worst_case
 from howsmooth.sets import Ball
 
@@ -31,7 +31,8 @@ def checkpoint_case() -> Case:
     model, optimiser = fresh_run()
     model(torch.tensor([[0, 1, 2, 3]])).square().sum().backward()
     optimiser.step()
-    checkpoint = TrainingCheckpoint.take(7, _SETTINGS, "abc", "0" * 64, 1.5, [2.5, 2.25], model, optimiser)
+    tensors = run_tensors(model, optimiser)
+    checkpoint = TrainingCheckpoint(7, _SETTINGS, "abc", "0" * 64, 1.5, [2.5, 2.25], tensors)
     return _file(checkpoint.save), _go_on
 
 
@@ -106,18 +107,8 @@ def _go_on(path: Path) -> tuple[object, ...]:
         found = TrainingCheckpoint.load(path)
         model, optimiser = fresh_run()
         found.restore(model, optimiser)
-        again = TrainingCheckpoint.take(
-            found.step, found.settings, found.alphabet, found.text, found.seconds, found.losses, model, optimiser
-        )
-        return (
-            again.step,
-            again.settings,
-            again.alphabet,
-            again.text,
-            again.seconds,
-            again.losses,
-            digest(again.tensors),
-        )
+        again = digest(run_tensors(model, optimiser))
+        return found.step, found.settings, found.alphabet, found.text, found.seconds, found.losses, again
 
 
 def _all_of_it(path: Path) -> dict[str, object]:

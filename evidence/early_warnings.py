@@ -21,8 +21,8 @@ from evidence.tables import FOLDER, table
 from howsmooth.models import alice
 from howsmooth.nn import SmoothnessMonitor
 from howsmooth.papers.training import CharacterModel, Corpus, TrainingSettings
-from howsmooth.papers.training.lengths import plan
 from howsmooth.papers.training.loop import nats
+from howsmooth.papers.training.text_batches import plan
 from howsmooth.reports.figures.style import ACCENT, BLUE, light_grid, new_figure, save_figure
 
 TITLE = "Does σ warn before training diverges?"

@@ -22,8 +22,8 @@ from howsmooth import bounds, meanfield, models, rounding
 from howsmooth import nn as layers
 from howsmooth.jacobians import MatrixOperator
 from howsmooth.papers import training
-from howsmooth.papers.training.lengths import TextBatch
-from howsmooth.papers.training.run_status import TrainingResult
+from howsmooth.papers.training.run_files import TrainingResult
+from howsmooth.papers.training.text_batches import TextBatch
 
 D, N = 6, 4
 NAN_IN = "nan in "

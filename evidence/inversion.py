@@ -17,8 +17,8 @@ from howsmooth.nn import ContractiveL2Attention, DotProductAttention, L2Attentio
 from howsmooth.nn.invertible.branches import ScaledBranch
 from howsmooth.nn.invertible.fixed_point import solve_fixed_point
 from howsmooth.nn.invertible.residual import Inversion, InvertibleResidual
-from howsmooth.nn.layers.call_masks import CallMasks
-from howsmooth.nn.layers.l2_layer import average_2
+from howsmooth.nn.layers.attention_layer import CallMasks
+from howsmooth.nn.layers.l2_layers import average_2
 
 TITLE = "Inverting residual attention"
 COEFFICIENTS = (0.5, 0.7, 0.9)

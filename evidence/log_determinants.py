@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from evidence.tables import table
 from howsmooth.nn import ContractiveL2Attention
-from howsmooth.nn.invertible.branches import AttentionBranch, ComposedBranch
-from howsmooth.nn.invertible.contractive_mlp import ContractiveMLP
+from howsmooth.nn.invertible.branches import AttentionBranch, ComposedBranch, ContractiveMLP
 from howsmooth.nn.invertible.log_determinant import Method
 from howsmooth.nn.invertible.residual import InvertibleResidual
 

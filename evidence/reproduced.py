@@ -105,7 +105,7 @@ def write(made: dict[str, list[Reproduction]], page: Path = PAGE, record: Path =
     pictures.mkdir(parents=True, exist_ok=True)
     known: Record = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
     for name, done in made.items():
-        known[name] = {run.asked.size: said(run) for run in done}
+        known[name] = {run.options.size: said(run) for run in done}
         write_whole(pictures / f"{name}.png", few_colours(done[-1].folder / f"{name}.png"))
     known = {name: known[name] for name in EXPERIMENTS if name in known}
     write_whole(record, (json.dumps(known, indent=1, ensure_ascii=False) + "\n").encode())

@@ -20,7 +20,7 @@ from evidence.tables import FOLDER, table
 from evidence.training_grid import RUNS, text
 from howsmooth._util.common import Busy, write_whole
 from howsmooth.papers.training import CharacterModel, Corpus, Intervals, TrainingSettings, load_model, train
-from howsmooth.papers.training.run_status import TrainingResult
+from howsmooth.papers.training.run_files import TrainingResult
 from howsmooth.reports.figures import new_figure, save_figure
 
 TITLE = "Does a curriculum of lengths pay?"

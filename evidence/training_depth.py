@@ -13,7 +13,7 @@ from evidence.tables import FOLDER
 from evidence.training_grid import NARROW, RUNS, WINDOW, draw, run, summary, text
 from howsmooth.papers.training import Corpus, Grid, TrainingSettings
 from howsmooth.papers.training.grid import write_table
-from howsmooth.papers.training.run_status import TrainingResult
+from howsmooth.papers.training.run_files import TrainingResult
 from howsmooth.papers.training.training_settings import Attention
 
 TITLE = "How deep does it train at a fixed learning rate?"

@@ -17,7 +17,7 @@ from howsmooth.bounds.own.l2_bounds import average_lip_2, lower_2
 from howsmooth.models import alice
 from howsmooth.papers.training import Corpus, Grid, TrainingSettings, run_grid
 from howsmooth.papers.training.grid import COMPARED_KINDS, GridProgress, gap_closed, mean_bits, write_table
-from howsmooth.papers.training.run_status import TrainingResult
+from howsmooth.papers.training.run_files import TrainingResult
 from howsmooth.reports.figures import new_figure, save_figure
 
 TITLE = "What does contractive attention cost?"

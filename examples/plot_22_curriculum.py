@@ -15,7 +15,7 @@ import torch
 import howsmooth as hs
 from howsmooth.models import alice
 from howsmooth.papers.training import Corpus, Intervals, TrainingSettings, load_model, train
-from howsmooth.papers.training.run_status import TrainingStatus
+from howsmooth.papers.training.run_files import TrainingStatus
 from howsmooth.reports.figures import new_figure
 
 corpus, lengths, steps = Corpus.split(alice()), (8, 16, 32, 64), 400

@@ -29,8 +29,8 @@ from howsmooth._util.common import (
 from howsmooth._util.sqlite_files import StoreError
 from howsmooth.errors import InvalidInput
 from howsmooth.papers.training import CharacterModel, TrainingSettings
-from howsmooth.papers.training.lengths import TextBatch
 from howsmooth.papers.training.loop import bits_per_character, locked
+from howsmooth.papers.training.text_batches import TextBatch
 from howsmooth.scans.schema import STORE
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import howsmooth as hs
 from evidence import fuzz_api, fuzz_arguments
 from howsmooth._util.validation import WrongCall
-from howsmooth.nn.invertible.actnorm import ActNorm
+from howsmooth.nn.invertible.transformer import ActNorm
 from howsmooth.sets import Ball
 
 ATTENTION = hs.SelfAttention.random(6, 2)

@@ -43,7 +43,7 @@ from .errors import (
 from .jacobians import JacobianOperator, jacobian
 from .norms import Measurement
 from .norms.local_constant import Explanation, explain, measure, measure_heads, token_influence
-from .papers.reproduction import reproduce
+from .papers.experiment import reproduce
 from .papers.training.loop import train
 from .reports import report
 from .reports.growth import Growth, growth

@@ -18,7 +18,7 @@ from howsmooth.jacobians.attention_operator import AttentionJacobian
 from howsmooth.jacobians.function_operator import FunctionJacobian
 from howsmooth.nn.hosting.adapter import AttentionAdapter
 from howsmooth.nn.invertible.branches import AttentionBranch
-from howsmooth.nn.layers.l2_layer import UntiedL2Attention
+from howsmooth.nn.layers.l2_layers import UntiedL2Attention
 from howsmooth.search import worst_case_search
 
 N, D, HEADS = 6, 8, 2

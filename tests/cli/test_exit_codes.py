@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from howsmooth.cli import app, exit_codes, main
 from howsmooth.cli.exit_codes import CODES
 from howsmooth.cli.train import described
-from howsmooth.papers.training.run_status import TrainingStatus
+from howsmooth.papers.training.run_files import TrainingStatus
 from tests.cli.command import Command
 
 pytestmark = pytest.mark.usefixtures("usual_signals")

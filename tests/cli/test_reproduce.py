@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from howsmooth.cli import app
 from howsmooth.errors import InvalidInput
 from howsmooth.papers import EXPERIMENTS, ExperimentOptions
+from howsmooth.papers.l2_theorems import NotLipschitz
 
 run = CliRunner().invoke
 
@@ -77,15 +78,16 @@ def test_a_model_that_cannot_be_had_names_what_can_and_what_that_changes(
 @pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment, done = EXPERIMENTS["not-lipschitz"], list[int]()
+    run_cell = experiment.run
 
-    def stopping(asked: ExperimentOptions, cell: dict[str, int]) -> list[dict[str, int]]:
+    def stopping(asked: ExperimentOptions, cell: dict[str, int]) -> Iterable[dict[str, int]]:
         if len(done) == 5:
             done.append(-1)
             raise KeyboardInterrupt
         done.append(cell["n"])
-        return experiment.run(asked, cell)
+        return run_cell(asked, cell)
 
-    monkeypatch.setitem(EXPERIMENTS, experiment.id, replace(experiment, run=stopping))
+    monkeypatch.setattr(experiment, "run", stopping)
     ask = ["reproduce", experiment.id, "--quick", "--out", str(tmp_path)]
     assert run(app, ask).exit_code == 130
     assert not (tmp_path / experiment.id / "quick" / "verdict.json").exists()
@@ -106,8 +108,8 @@ def test_pictures_need_no_latex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 def test_a_text_is_kept_by_its_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    experiment = replace(EXPERIMENTS["not-lipschitz"], takes=frozenset({"text"}))
-    monkeypatch.setitem(EXPERIMENTS, experiment.id, experiment)
+    experiment = EXPERIMENTS["not-lipschitz"]
+    monkeypatch.setattr(experiment, "takes", frozenset({"text"}))
     (tmp_path / "novel.txt").write_text("Call me Ishmael. " * 100)
     ask = ["reproduce", experiment.id, "--quick", "--out", str(tmp_path), "--json", "--text"]
     told = json.loads(run(app, [*ask, str(tmp_path / "novel.txt")]).stdout)["reproduced"][0]["text"]
@@ -118,14 +120,17 @@ def test_a_text_is_kept_by_its_digest(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 def test_verdicts_are_printed_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stopped(asked: ExperimentOptions, cell: dict[str, int]) -> list[dict[str, int]]:
-        raise KeyboardInterrupt
+    class Stopped(NotLipschitz):
+        id = "other"
+
+        def run(self, options: ExperimentOptions, cell: dict[str, int]) -> Iterable[dict[str, int]]:
+            raise KeyboardInterrupt
 
     first = EXPERIMENTS["not-lipschitz"]
     for name in list(EXPERIMENTS)[::-1]:  # restored in reverse: the order of the experiments stays
         monkeypatch.delitem(EXPERIMENTS, name)
     monkeypatch.setitem(EXPERIMENTS, first.id, first)
-    monkeypatch.setitem(EXPERIMENTS, "other", replace(first, id="other", run=stopped))
+    monkeypatch.setitem(EXPERIMENTS, "other", Stopped())
     result = run(app, ["reproduce", "--all", "--quick", "--out", str(tmp_path)])
     assert result.exit_code == 130
     assert "Verdict: confirmed" in result.stdout

@@ -19,8 +19,7 @@ from howsmooth.cli.exit_codes import OneLineErrors
 from howsmooth.cli.train import default_folder, described, train
 from howsmooth.papers.training import Corpus, TrainingSettings
 from howsmooth.papers.training import train as run_training
-from howsmooth.papers.training.checkpoints import TrainingCheckpoint
-from howsmooth.papers.training.run_status import TrainingStatus
+from howsmooth.papers.training.run_files import TrainingCheckpoint, TrainingStatus
 
 app = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False)
 app.command()(train)

@@ -12,8 +12,8 @@ from torch import nn
 
 from howsmooth import nn as layers
 from howsmooth.errors import InvalidInput
-from howsmooth.nn.invertible.actnorm import ActNorm
 from howsmooth.nn.invertible.flows import sequence_flow
+from howsmooth.nn.invertible.transformer import ActNorm
 from howsmooth.nn.layers.weight_norms import SpectralNorm
 
 NUMBERS: tuple[Any, ...] = (math.nan, math.inf, "1", None, [1])

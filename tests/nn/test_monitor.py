@@ -17,8 +17,7 @@ import howsmooth as hs
 from howsmooth import nn as layers
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.nn.hosting.replacement import replace_attention
-from howsmooth.nn.monitor import SmoothnessMonitor, as_log
-from howsmooth.nn.signals import Alarm
+from howsmooth.nn.monitor import Alarm, SmoothnessMonitor, as_log
 from howsmooth.testing import dense_jacobian
 from tests.models.tiny import TINY
 

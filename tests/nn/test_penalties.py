@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from howsmooth import nn as layers
 from howsmooth.errors import InvalidInput, NotDifferentiable
-from howsmooth.nn.caps import SpectralCaps
 from howsmooth.nn.hosting.replacement import replace_attention
+from howsmooth.nn.layers.weight_norms import SpectralCaps
 from howsmooth.nn.penalties import JacobianPenalty, SoftmaxJacobianPenalty, power_method_norm, softmax_jacobian_penalty
 from howsmooth.testing import dense_jacobian
 from tests.models.tiny import TINY

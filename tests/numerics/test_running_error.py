@@ -12,9 +12,14 @@ from torch import Tensor, nn
 
 import howsmooth as hs
 from howsmooth import nn as layers
-from howsmooth.nn.invertible.actnorm import ActNorm
-from howsmooth.nn.invertible.branches import AttentionBranch, Branch, ComposedBranch, ScaledBranch
-from howsmooth.nn.invertible.contractive_mlp import NONEXPANSIVE_ACTIVATIONS
+from howsmooth.nn.invertible.branches import (
+    NONEXPANSIVE_ACTIVATIONS,
+    AttentionBranch,
+    Branch,
+    ComposedBranch,
+    ScaledBranch,
+)
+from howsmooth.nn.invertible.transformer import ActNorm
 from howsmooth.numerics.running_error import UnknownRounding, evaluation_error
 
 

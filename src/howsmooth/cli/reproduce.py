@@ -126,7 +126,7 @@ def _show(made: Reproduction) -> None:
         f"{made.experiment.id}: {made.experiment.title}",
         f"  Claim: {made.experiment.claim}",
         f"  Paper: {made.experiment.paper}",
-        f"  Setting: {made.experiment.setting} Size: {made.asked.size}.",
+        f"  Setting: {made.experiment.setting} Size: {made.options.size}.",
         f"  Measured: {made.finding.measured}",
         f"  Verdict: {made.finding.verdict.value}",
         f"  Files: {made.folder}\n",

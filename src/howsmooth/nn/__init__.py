@@ -1,7 +1,7 @@
 """Attention layers with a known Lipschitz bound, called like `torch.nn.MultiheadAttention`, and what trains with them.
 
 Read `layers` (attention_layer, then one module per kind), `hosting` (replacement of the attention of trained models),
-`invertible` (residual blocks with an inverse), then `monitor`, `penalties` and `caps` for training.
+`invertible` (residual blocks with an inverse), then `monitor` and `penalties` for training.
 
 >>> import torch
 >>> from howsmooth.nn import ContractiveL2Attention

@@ -1,10 +1,22 @@
-"""A monitor of smoothness in training: σ of every attention layer, and of its heads, at the latest batch."""
+r"""A monitor of smoothness in training: σ of every attention layer, and of its heads, at the latest batch.
+
+Signals of a head besides σ, and alarms when one of them grows fast. With logits S, weights P and f_h the map of a head
+with its slice of the output projection, at n tokens X:
+
+- ``largest_logit``: max |S| over all visible pairs;
+- ``entropy``: the mean over rows of −Σ_j P_ij ln P_ij, in nats; a learned sink counts as one more key;
+- ``sink_share`` and ``sink_token``: max_j Σ_i P_ij / n, the largest share of attention on one token, and that token;
+- ``weights_norm``: ‖P‖₂, from below, by a few steps of the power method;
+- ``condition``: σ‖X‖/‖f(X)‖, the amplification of relative changes.
+"""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +27,128 @@ from howsmooth._util.common import evaluating, random_stream
 from howsmooth._util.validation import check_count, check_fraction, shown, validated
 from howsmooth.attention import AttentionMap, ComposedAttention
 from howsmooth.errors import HowsmoothError, InvalidInput
-from howsmooth.nn.hosting.call_recorder import CallRecorder, RecordedCall, RecordedMap, attention_of, first_output
-from howsmooth.nn.signals import Alarm, AlarmHistory, head_signals
+from howsmooth.nn.hosting.call_recorder import CallRecorder, RecordedCall, RecordedMap, attention_of
+from howsmooth.nn.layers.attention_layer import precise
 from howsmooth.norms import Measurement
 from howsmooth.norms.local_constant import measure, measure_heads
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
+
+SIGNALS = {
+    "sigma_lower": "σ",
+    "largest_logit": "largest logit",
+    "entropy": "entropy",
+    "sink_share": "sink share",
+    "weights_norm": "‖P‖",
+    "condition": "relative condition",
+}
+"""The signals that raise alarms, with their names in messages; entropy falls, the others grow."""
+_MINIMUM = {"largest_logit": 4.0, "sink_share": 0.25, "weights_norm": 1.5}
+"""Smaller values raise no alarm."""
+_POWER_STEPS = 8
+
+
+@torch.no_grad()
+def head_signals(attention: AttentionMap | ComposedAttention, x: Tensor) -> dict[str, Tensor]:
+    """Compute the signals of every head at tokens ``(n, d)``, ``(heads,)`` each, and ``output``: ‖f_h(X)‖.
+
+    >>> import howsmooth as hs
+    >>> signals = head_signals(hs.SelfAttention.random(8, heads=2, mask="causal"), torch.zeros(4, 8))
+    >>> signals["sink_token"].tolist(), round(float(signals["sink_share"][0]), 3)  # (1 + 1/2 + 1/3 + 1/4)/4
+    ([0, 0], 0.521)
+    """
+    tokens = x[None]
+    query, key, value = attention.staged(tokens)
+    weights = attention._weights(query, key)[0]
+    entropy = torch.special.entr(weights).sum(-1)
+    plain: AttentionMap
+    if isinstance(attention, ComposedAttention):
+        plain, mixed = attention.attention, attention.mixed(tokens)[0]
+        entropy = entropy + torch.special.entr((1 - weights.sum(-1)).clamp_min(0.0))
+    else:
+        plain, mixed = attention, weights @ value[0]
+    logits = plain._logits(query, key)[0]
+    columns = weights.sum(-2).max(-1)
+    vector = torch.ones_like(weights[..., :1])
+    for _ in range(_POWER_STEPS):
+        vector = weights.mT @ (weights @ vector)
+        vector = vector / vector.norm(dim=-2, keepdim=True).clamp_min(torch.finfo(vector.dtype).tiny)
+    return {
+        "largest_logit": logits.masked_fill(logits.isinf(), 0.0).abs().amax((-2, -1)),
+        "entropy": entropy.mean(-1),
+        "sink_share": columns.values / len(x),
+        "sink_token": columns.indices,
+        "weights_norm": (weights @ vector).norm(dim=-2).squeeze(-1),
+        "output": torch.linalg.matrix_norm(mixed @ plain.output_weight.to(mixed)),
+    }
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A signal that has grown (entropy: fallen) fast.
+
+    Attributes:
+        step: step of the alarm. layer: number of the layer, or path of its module. head: None for the whole layer.
+        signal: one of `SIGNALS`. before, now: its values, ``since`` steps apart.
+
+    >>> print(Alarm(400, 7, 3, "largest_logit", 4.1, 8.3, 200))
+    layer 7, head 3: largest logit doubled in 200 steps (4.1 → 8.3)
+    """
+
+    step: int
+    layer: int | str
+    head: int | None
+    signal: str
+    before: float
+    now: float
+    since: int
+
+    def __str__(self) -> str:
+        place = f"layer {self.layer}" if isinstance(self.layer, int) else self.layer or "the layer"
+        place += "" if self.head is None else f", head {self.head}"
+        falling = self.signal == "entropy"
+        small, large = (self.now, self.before) if falling else (self.before, self.now)
+        ratio = large / small if small else math.inf
+        if round(ratio, 1) == 2:
+            change = "halved" if falling else "doubled"
+        else:
+            change = f"fell to 1/{ratio:.3g}" if falling else f"grew {ratio:.3g}-fold"
+        return f"{place}: {SIGNALS[self.signal]} {change} in {self.since} steps ({self.before:.3g} → {self.now:.3g})"
+
+
+class AlarmHistory:
+    """The recent values of every signal, and alarms when one grows (entropy: falls) by a factor within some steps.
+
+    After an alarm the history of that signal starts anew, so that the next alarm needs further growth.
+
+    >>> watch = AlarmHistory(factor=2.0, within=100)
+    >>> seen = {0: 1.0, 50: 1.5, 90: 2.1}
+    >>> [len(list(watch.alarms(step, 0, None, {"sigma_lower": value}))) for step, value in seen.items()]
+    [0, 0, 1]
+    """
+
+    def __init__(self, factor: float, within: int):
+        self.factor, self.within = factor, within
+        self._past: dict[tuple[int | str, int | None, str], deque[tuple[int, float]]] = {}
+
+    def alarms(self, step: int, layer: int | str, head: int | None, values: dict[str, float]) -> Iterator[Alarm]:
+        """Yield the alarms of one layer or head at a step."""
+        for signal, value in values.items():
+            if signal not in SIGNALS:
+                continue
+            past = self._past.setdefault((layer, head, signal), deque())
+            while past and step - past[0][0] > self.within:
+                past.popleft()
+            falling = signal == "entropy"
+            if past:
+                since, before = min(reversed(past), key=lambda pair: -pair[1] if falling else pair[1])
+                grown = value * self.factor <= before if falling else value >= self.factor * before
+                if grown and before > 0 and value >= _MINIMUM.get(signal, 0.0):
+                    past.clear()
+                    yield Alarm(step, layer, head, signal, before, value, step - since)
+            past.append((step, value))
+
 
 Log = Callable[..., object]
 _FIRST_FACTOR = 3
@@ -51,7 +178,7 @@ class SmoothnessMonitor:
             TensorBoard, or a folder for one; None stores values in ``latest`` only.
         steps: steps of the iteration; three times as many without a previous vector.
         upper_bound: whether to compute both ends to a relative accuracy of ``rtol``.
-        heads: whether to measure every head too: a lower bound of its σ and the signals of `howsmooth.nn.signals`
+        heads: whether to measure every head too: a lower bound of its σ and the signals of `howsmooth.nn.monitor`
             (largest logit, entropy, sink share and token, ‖P‖, relative condition), as
             ``<signal>/<path>/head.<number>``.
         alarm: called with an `Alarm` when a signal has grown (entropy: fallen) by ``factor`` within ``within`` steps;
@@ -115,29 +242,30 @@ class SmoothnessMonitor:
         """
         now = self._next if step is None else step
         self._next = now + 1
-        heard = self._recorder.take(record_next=self._next % self.every == 0)
-        if now % self.every or not heard:
+        calls = self._recorder.take(record_next=self._next % self.every == 0)
+        if now % self.every or not calls:
             return {}
         self.problems, self.latest, self.alarms = {}, {}, []
-        for name, call in heard.items():
+        for name, call in calls.items():
             self.latest |= self._values(name, call, now)
-        for alarm in self.alarms if self._alarm is not None else ():
-            self._alarm(alarm)  # type: ignore[misc]
+        if self._alarm is not None:
+            for alarm in self.alarms:
+                self._alarm(alarm)
         if self._log is not None:
             self._log(dict(self.latest), step=now)
         return self.latest
 
-    def _values(self, name: str, heard: RecordedCall, now: int) -> dict[str, float]:
+    def _values(self, name: str, call: RecordedCall, now: int) -> dict[str, float]:
         try:
-            attention = self._attention(heard)
-            measured = self._measured(name, heard, attention)
+            attention = self._attention(call)
+            measured = self._measured(name, call, attention)
             if bool(torch.isnan(measured.lower).any() | torch.isnan(measured.upper).any()):
                 raise InvalidInput("the Jacobian holds NaN.")
             of_heads = self._of_heads(attention) if self.heads and attention is not None else {}
         except HowsmoothError as error:  # a layer that cannot be measured must not end a training run
             self._report(name, str(error))
             return {}
-        place: int | str = name if heard.site is None else heard.site.layer
+        place: int | str = name if call.site is None else call.site.layer
         values = {"sigma_lower": float(measured.lower.max())}
         if self.upper_bound:
             values["sigma_upper"] = float(measured.upper.max())
@@ -151,13 +279,12 @@ class SmoothnessMonitor:
             named |= {f"{signal}/{name}/head.{head}": value for signal, value in numbers.items()}
         return named
 
-    def _attention(self, heard: RecordedCall) -> RecordedMap | None:
+    def _attention(self, call: RecordedCall) -> RecordedMap | None:
         """Return the attention of a call and its tokens, both in at least float32; None for other modules."""
-        found = attention_of(self._model, heard)
+        found = attention_of(self._model, call)
         if found is None:
             return None
-        f, x = found
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        f, x = found[0], precise(found[1])
         return f.in_dtype(x.dtype) if isinstance(f, AttentionMap | ComposedAttention) else f, x
 
     def _report(self, name: str, problem: str) -> None:
@@ -187,14 +314,13 @@ class SmoothnessMonitor:
             raise InvalidInput("a signal of a head is NaN.")
         return {signal: values.tolist() for signal, values in signals.items()}
 
-    def _measured(self, name: str, heard: RecordedCall, attention: RecordedMap | None) -> Measurement:
+    def _measured(self, name: str, call: RecordedCall, attention: RecordedMap | None) -> Measurement:
         if attention is not None:
             return self._solve(name, *attention)
-        with evaluating(heard.module):
-            return self._solve(name, lambda x: first_output(heard, x), heard.tokens.detach())
+        with evaluating(call.module):
+            return self._solve(name, call.output, precise(call.tokens.detach()))
 
     def _solve(self, name: str, f: Callable[[Tensor], Tensor], x: Tensor) -> Measurement:
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.upper_bound:
             return measure(f, x, rtol=self.rtol)
         known = self._vectors.get(name)

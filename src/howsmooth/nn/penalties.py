@@ -21,8 +21,8 @@ from howsmooth._util.common import evaluating, random_stream
 from howsmooth._util.validation import check_count, validated
 from howsmooth.bounds.yudin2025 import softmax_jacobian_norm
 from howsmooth.errors import InvalidInput, NotDifferentiable
-from howsmooth.nn.hosting.call_recorder import CallRecorder, RecordedCall, first_output
-from howsmooth.nn.layers.attention_layer import AttentionLayer
+from howsmooth.nn.hosting.call_recorder import CallRecorder, RecordedCall
+from howsmooth.nn.layers.attention_layer import AttentionLayer, precise
 from howsmooth.nn.layers.dot_product_layers import SigmoidAttention
 
 
@@ -40,7 +40,7 @@ class _Penalty(ABC):
         return
 
     @abstractmethod
-    def _value(self, name: str, heard: RecordedCall) -> Tensor:
+    def _value(self, name: str, call: RecordedCall) -> Tensor:
         """Return the number of one layer."""
 
     def __call__(self) -> Tensor:
@@ -48,11 +48,11 @@ class _Penalty(ABC):
 
         The error for tokens or weights of NaN or infinity names the layer.
         """
-        heard = self._recorder.take()
-        if not heard:
+        calls = self._recorder.take()
+        if not calls:
             raise InvalidInput("the penalty depends on a forward pass: run the model, with gradients, first.")
         values = []
-        for name, call in heard.items():
+        for name, call in calls.items():
             with evaluating(call.module):
                 values.append(self._value(name, call))
             if not bool(values[-1].detach().isfinite()):
@@ -92,11 +92,10 @@ class JacobianPenalty(_Penalty):
         super().__init__(model, layers)
         self._vectors: dict[str, Tensor] = {}
 
-    def _value(self, name: str, heard: RecordedCall) -> Tensor:
-        x = heard.tokens.detach()
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
+    def _value(self, name: str, call: RecordedCall) -> Tensor:
+        x = precise(call.tokens.detach())
         known = self._vectors.pop(name, None)
-        squares, left = power_method_norm(lambda y: first_output(heard, y), x, known, self.steps, self.power)
+        squares, left = power_method_norm(call.output, x, known, self.steps, self.power)
         if bool(left.isfinite().all()):  # a vector of NaN would spoil all later steps
             self._vectors[name] = left
         return squares.mean()
@@ -164,9 +163,9 @@ class SoftmaxJacobianPenalty(_Penalty):
                 "attention weights to softmax_jacobian_penalty, or name other layers."
             )
 
-    def _value(self, name: str, heard: RecordedCall) -> Tensor:
+    def _value(self, name: str, call: RecordedCall) -> Tensor:
         changed: dict[str, Any] = {"need_weights": True, "average_attn_weights": False}
-        return softmax_jacobian_penalty(heard.repeat(heard.tokens, **changed)[1])
+        return softmax_jacobian_penalty(call.repeat(call.tokens, **changed)[1])
 
 
 @validated
@@ -190,7 +189,7 @@ def softmax_jacobian_penalty(weights: Tensor | Iterable[Tensor]) -> Tensor:
         return torch.stack(means).mean()
     if weights.dim() < 1 or not weights.is_floating_point() or weights.shape[-1] == 0:
         raise InvalidInput(f"attention weights have shape (…, n, m), got {weights.dtype} {tuple(weights.shape)}.")
-    weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+    weights = precise(weights)
     if not bool(weights.detach().isfinite().all()):
         raise InvalidInput(
             "attention weights hold NaN or infinity, as torch gives them for tokens that see nothing: leave those rows "

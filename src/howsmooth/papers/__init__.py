@@ -1,7 +1,7 @@
-"""The experiments of two papers, one module each: claim, test, figure and verdict.
+"""The experiments of two papers, one class each: claim, test, figure and verdict.
 
-Read `experiment`, `reproduction` (it runs one and saves its files), then any experiment; `experiment_inputs` and
-`figure_style` hold their common code, and `training` trains the language models that some of them need.
+Read `experiment` (with `reproduce`, which runs one and saves its files), then any module of experiments;
+`experiment_inputs` and `figure_style` hold their common code, and `training` trains the language models of some.
 
 >>> from howsmooth.papers import EXPERIMENTS
 >>> EXPERIMENTS["not-lipschitz"].title
@@ -13,46 +13,30 @@ from howsmooth._util.optional_deps import require
 
 require(("matplotlib", "pandas", "pyarrow", "ot"), "an experiment of the papers")
 
-from howsmooth.papers import (
-    adversarial,
-    fixed_rate,
-    growth_radius,
-    growth_text,
-    inversion,
-    language_models,
-    large_radius,
-    layer_norm,
-    lip_infinity,
-    lip_two,
-    masked_distance,
-    mean_field,
-    not_lipschitz,
-    recipe_variants,
-    released_recipe,
-)
-from howsmooth.papers.experiment import Experiment, ExperimentOptions, Verdict
-from howsmooth.papers.reproduction import Reproduction, reproduce
+from howsmooth.papers.experiment import Experiment, ExperimentOptions, Reproduction, Verdict, reproduce
+from howsmooth.papers.extreme_inputs import Adversarial, LargeRadius
+from howsmooth.papers.growth_on_text import GrowthRadius, GrowthText, LayerNorm
+from howsmooth.papers.l2_theorems import LipInfinity, LipTwo, NotLipschitz, NumericalInversion
+from howsmooth.papers.mean_field_limit import MaskedDistance, MeanField
+from howsmooth.papers.released_scripts import RecipeVariants, ReleasedRecipe
+from howsmooth.papers.training_depth import FixedRate, LanguageModels
 
 __all__ = ["EXPERIMENTS", "Experiment", "ExperimentOptions", "Reproduction", "Verdict", "reproduce"]
 
 EXPERIMENTS: dict[str, Experiment] = {
-    module.EXPERIMENT.id: module.EXPERIMENT
-    for module in (
-        growth_text,
-        growth_radius,
-        adversarial,
-        mean_field,
-        large_radius,
-        layer_norm,
-        masked_distance,
-        released_recipe,
-        recipe_variants,
-        not_lipschitz,
-        lip_infinity,
-        lip_two,
-        inversion,
-        language_models,
-        fixed_rate,
+    experiment.id: experiment()
+    for experiment in (
+        *(GrowthText, GrowthRadius, Adversarial, MeanField, LargeRadius, LayerNorm, MaskedDistance),
+        *(
+            ReleasedRecipe,
+            RecipeVariants,
+            NotLipschitz,
+            LipInfinity,
+            LipTwo,
+            NumericalInversion,
+            LanguageModels,
+            FixedRate,
+        ),
     )
 }
 """All experiments by their names, in the order of the papers."""

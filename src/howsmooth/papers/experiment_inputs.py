@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from howsmooth.attention import AttentionMap
 from howsmooth.attention.conversion import plain_map
+from howsmooth.bounds import get
 from howsmooth.errors import InvalidInput
 from howsmooth.models import CapturedSite, OpenModel, alice, capture, open_model
 from howsmooth.models.weight_files import load_attention
@@ -52,6 +54,11 @@ def sites(
     model = experiment_model(source)
     for window in model.windows(alice() if text is None else text, length=length, count=count):
         yield capture(model.model, model.inputs(window), layers)
+
+
+def bound_values(names: dict[str, str], attention: AttentionMap, **where: Any) -> dict[str, float]:
+    """Evaluate bounds of the catalogue: column → name becomes column → number."""
+    return {column: float(get(name)(attention, **where)) for column, name in names.items()}
 
 
 def attention_block(source: str, layer: int) -> AttentionMap:

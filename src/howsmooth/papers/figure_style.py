@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,15 @@ def panels(titles: Sequence[str], x: str, y: str, *, log: str = "xy", columns: i
     return axes
 
 
+def panel_groups(
+    rows: Rows, by: str, title: Callable[[Any], str], x: str, y: str, *, sort: bool = False, **options: Any
+) -> list[tuple[Axes, Rows]]:
+    """Make one panel per group of rows, titled by its key; options as of `panels`."""
+    groups = list(rows.groupby(by, sort=sort))
+    axes = panels([title(key) for key, _ in groups], x, y, **options)
+    return [(ax, group) for ax, (_, group) in zip(axes, groups, strict=True)]
+
+
 def line(ax: Axes, number: int, x: Any, y: Any, label: str, *, marks: bool = True) -> None:
     """Draw one series; its number gives colour, mark and dash. Measured series have marks, theorems none."""
     style: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)], "label": literal(label)}
@@ -63,10 +72,18 @@ def median_band(ax: Axes, number: int, rows: Rows, x: str, y: str, label: str) -
     ax.fill_between(middle.index, grouped.min(), grouped.max(), color=COLOURS[number % len(COLOURS)], alpha=0.15)
 
 
-def median_bands(ax: Axes, rows: Rows, by: list[str], x: str, y: str, label: str = "{}", *, sort: bool = True) -> None:
-    """Draw a median with its band for every group; ``label`` formats the key of the group."""
+def median_bands(
+    ax: Axes, rows: Rows, by: list[str], x: str, y: str, label: Callable[..., str] = str, *, sort: bool = True
+) -> None:
+    """Draw a median with its band for every group, labelled by ``label`` of its key."""
     for number, (key, group) in enumerate(rows.groupby(by, sort=sort)):
-        median_band(ax, number, group, x, y, label.format(*key))
+        median_band(ax, number, group, x, y, label(*key))
+
+
+def relative_to_smallest(rows: Rows, by: list[str], x: str, y: str) -> Rows:
+    """Add the column ``relative``: y over the median of y at the smallest x of its group."""
+    first = rows[y].where(rows[x] == rows.groupby(by)[x].transform("min"))
+    return rows.assign(relative=rows[y] / first.groupby([rows[name] for name in by]).transform("median"))
 
 
 def model_label(source: str) -> str:
@@ -78,11 +95,11 @@ def model_label(source: str) -> str:
     return Path(source).stem if source.endswith(".safetensors") else source.partition("[")[0]
 
 
-def finish(*axes: Axes) -> Figure:
-    """Put legends below the panels and plain numbers along the axes, and return the figure."""
-    figure = axes[0].get_figure(root=True)
+def finish(panel: Axes) -> Figure:
+    """Put legends below all panels and plain numbers along their axes, and return the figure."""
+    figure = panel.get_figure(root=True)
     assert figure is not None
-    for ax in axes:
+    for ax in figure.axes:
         legend = ax.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14))
         place = ax.get_subplotspec()
         rows = 1 if place is None else place.get_gridspec().nrows

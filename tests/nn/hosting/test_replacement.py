@@ -504,7 +504,7 @@ def test_refusals_leave_the_model_as_it_was() -> None:
         ("contractive-l2", {}, "RoPE"),
         ("gradient-step", {}, "RoPE"),
         ("lipschitz-norm", {}, "see the future"),
-        ("magic", {}, "no kind of attention"),
+        ("magic", {}, "the kind of attention is dot-product"),
         ("l2", {"drop_positions": True, "colour": 1}, "does not take these options"),
         ("dot-product", {"layers": [2]}, "0 to 1"),
         ("dot-product", {"layers": []}, "cannot be replaced"),

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 import howsmooth as hs
 from evidence import sequence_flows
 from howsmooth.nn import ContractiveL2Attention, InvertibleResidual
-from howsmooth.nn.invertible.actnorm import ActNorm
 from howsmooth.nn.invertible.flows import InvertibleFlow, sequence_flow
-from howsmooth.nn.invertible.transformer import InvertibleTransformer
+from howsmooth.nn.invertible.transformer import ActNorm, InvertibleTransformer
 from howsmooth.testing import dense_jacobian
 
 

@@ -12,9 +12,15 @@ from torch import Tensor, nn
 import howsmooth as hs
 from evidence import log_determinants
 from howsmooth.nn import ContractiveL2Attention, CosineAttention
-from howsmooth.nn.invertible.branches import AttentionBranch, Branch, ComposedBranch, ScaledBranch
-from howsmooth.nn.invertible.contractive_mlp import ContractiveMLP
-from howsmooth.nn.invertible.diagonal_blocks import causal_blocks, l2_blocks
+from howsmooth.nn.invertible.branches import (
+    AttentionBranch,
+    Branch,
+    ComposedBranch,
+    ContractiveMLP,
+    ScaledBranch,
+    causal_blocks,
+    l2_blocks,
+)
 from howsmooth.nn.invertible.log_determinant import METHODS, LogDeterminant, sum_log_determinants
 from howsmooth.nn.invertible.residual import InvertibleResidual
 

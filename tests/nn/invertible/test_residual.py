@@ -13,8 +13,13 @@ from torch import Tensor, nn
 import howsmooth as hs
 from evidence import inversion
 from howsmooth.nn import ContractiveL2Attention, DotProductAttention, InvertibleResidual, L2Attention
-from howsmooth.nn.invertible.branches import AttentionBranch, ComposedBranch, ScaledBranch
-from howsmooth.nn.invertible.contractive_mlp import NONEXPANSIVE_ACTIVATIONS, ContractiveMLP
+from howsmooth.nn.invertible.branches import (
+    NONEXPANSIVE_ACTIVATIONS,
+    AttentionBranch,
+    ComposedBranch,
+    ContractiveMLP,
+    ScaledBranch,
+)
 from howsmooth.nn.invertible.fixed_point import Contraction, DidNotConverge, solve_fixed_point
 from howsmooth.testing import dense_jacobian
 

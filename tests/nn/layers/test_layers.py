@@ -160,14 +160,14 @@ def test_gradients_reach_all_weights_and_pass_gradcheck(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", MASKED)
 def test_layer_in_blocks_equals_layer_at_once_in_both_directions(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from howsmooth.nn.layers import blockwise_attention
+    from howsmooth.nn.layers import attention_layer
 
     layer, x = make(kind), tokens(2, N).requires_grad_()
     for call in ({"is_causal": True}, {"attn_mask": ~seen()}, {"attn_mask": hs.SlidingWindow(2)}):
         found = []
         for block, kept in ((2**20, 2**26), (2 * H * N * 2, 2**26), (2 * H * N * 2, 0)):
-            monkeypatch.setattr(blockwise_attention, "BLOCK_WEIGHTS", block)
-            monkeypatch.setattr(blockwise_attention, "STORED_WEIGHTS", kept)
+            monkeypatch.setattr(attention_layer, "BLOCK_WEIGHTS", block)
+            monkeypatch.setattr(attention_layer, "STORED_WEIGHTS", kept)
             out = layer(x, **call)[0]
             found.append((out, *torch.autograd.grad(out.square().sum(), (x, *layer.parameters()))))
         for blocks in found[1:]:
@@ -349,14 +349,14 @@ def test_dropout_is_at_work_in_training_only() -> None:
 
 @pytest.mark.parametrize("kind", ["l2", "dot-product"])
 def test_long_sequences_keep_no_square_of_n_for_the_way_back(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from howsmooth.nn.layers import blockwise_attention
+    from howsmooth.nn.layers import attention_layer
 
     n, layer = 300, make(kind)
     x = tokens(n).requires_grad_()
     saved = []
     for kept in (2**26, 0):
-        monkeypatch.setattr(blockwise_attention, "BLOCK_WEIGHTS", H * n * 20)
-        monkeypatch.setattr(blockwise_attention, "STORED_WEIGHTS", kept)
+        monkeypatch.setattr(attention_layer, "BLOCK_WEIGHTS", H * n * 20)
+        monkeypatch.setattr(attention_layer, "STORED_WEIGHTS", kept)
         sizes: dict[int, int] = {}
 
         def pack(tensor: Tensor, sizes: dict[int, int] = sizes) -> Tensor:

@@ -16,9 +16,8 @@ from howsmooth.attention import LogitBias
 from howsmooth.attention.masks import Terms, as_mask
 from howsmooth.bounds import kim2021, l2_bounds
 from howsmooth.bounds.own.l2_bounds import block_lip_2
-from howsmooth.nn.layers.attention_layer import AttentionLayer
-from howsmooth.nn.layers.call_masks import CallMasks
-from howsmooth.nn.layers.l2_layer import average_2
+from howsmooth.nn.layers.attention_layer import AttentionLayer, CallMasks
+from howsmooth.nn.layers.l2_layers import average_2
 
 LAYER_KINDS: dict[str, Callable[[int, int], AttentionLayer]] = {
     "l2": layers.L2Attention,

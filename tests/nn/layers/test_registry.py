@@ -13,7 +13,7 @@ import howsmooth as hs
 from howsmooth.cli.train import ModelOptions
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn import ContractiveL2Attention, L2Attention, replace_attention
-from howsmooth.nn.layers.l2_layer import UntiedL2Attention
+from howsmooth.nn.layers.l2_layers import UntiedL2Attention
 from howsmooth.nn.layers.registry import LAYER_KINDS
 from howsmooth.papers.training import CharacterModel, TrainingSettings
 from howsmooth.papers.training.training_settings import ATTENTIONS

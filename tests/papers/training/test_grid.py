@@ -13,7 +13,7 @@ from howsmooth.errors import InvalidInput
 from howsmooth.papers.training import Corpus, Grid, TrainingSettings, run_grid
 from howsmooth.papers.training.grid import TABLE, GridProgress, gap_closed, mean_bits
 from howsmooth.papers.training.loop import locked
-from howsmooth.papers.training.run_status import LEDGER, TrainingResult
+from howsmooth.papers.training.run_files import LEDGER, TrainingResult
 
 CORPUS = Corpus.split("to be, or not to be: that is the question. " * 30)
 BASE = TrainingSettings(width=8, heads=2, length=8, batch_tokens=32, steps=4, warmup=1)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import resource
 import signal
 import sqlite3
-import subprocess
-import sys
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -22,62 +19,40 @@ import torch
 from howsmooth._util.ledger import Ledger
 from howsmooth.errors import InvalidInput
 from howsmooth.papers.training import Corpus, Intervals, TrainingSettings, load_model, train
-from howsmooth.papers.training.checkpoints import CHECKPOINT, TrainingCheckpoint
-from howsmooth.papers.training.lengths import validation
 from howsmooth.papers.training.loop import TrainingStopped, bits_per_character, locked, nats
 from howsmooth.papers.training.model import CharacterModel
-from howsmooth.papers.training.run_status import LEDGER, RESULT, TrainingResult, TrainingStatus
+from howsmooth.papers.training.run_files import (
+    CHECKPOINT,
+    LEDGER,
+    RESULT,
+    TrainingCheckpoint,
+    TrainingResult,
+    TrainingStatus,
+)
+from howsmooth.papers.training.text_batches import validation
+from tests.papers.training.training_process import EVERY_STEP, TrainingProcess
 
 TEXT = "to be, or not to be: that is the question.\n\nwhether 'tis nobler in the mind to suffer\n\n" * 30
 CORPUS = Corpus.split(TEXT)
 TINY = TrainingSettings(depth=1, width=16, heads=2, length=8, batch_tokens=64, steps=40, warmup=5, rate=3e-3)
 OFTEN = Intervals(report=5, validate=20, validate_on=200, save=10)
-PROGRAM = """
-import sys, json, torch
-from pathlib import Path
-from howsmooth.errors import HowsmoothError
-from howsmooth.papers.training import Corpus, Intervals, TrainingSettings, train
-torch.set_num_threads(1)
-corpus, options, folder = Corpus.split(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3])
-slow = __import__("time").sleep if len(sys.argv) > 4 else lambda seconds: None
-def show(status):
-    print(status.step, flush=True)
-    slow(0.02)
-try:
-    settings = TrainingSettings.from_dict(options)
-    train(corpus, settings, folder, resume=True, intervals=Intervals(1, 20, 200, 10), progress=show)
-except KeyboardInterrupt as stop:
-    print(stop, file=sys.stderr)
-    sys.exit(130)
-except HowsmoothError as error:
-    print(error, file=sys.stderr)
-    sys.exit(2)
-"""
 
 
-def start(folder: Path, settings: TrainingSettings, *more: str, most_bytes: int | None = None) -> subprocess.Popen[str]:
-    """A run in a process of its own that prints the number of every step."""
-
-    def limit() -> None:
-        if most_bytes is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
-
-    command = [sys.executable, "-c", PROGRAM, TEXT, json.dumps(settings.to_dict()), str(folder), *more]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=environment, preexec_fn=limit, **pipes)
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As many threads as in the processes: sums are the same bit by bit then."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
-def finish(folder: Path, settings: TrainingSettings) -> None:
-    out, said = start(folder, settings).communicate(timeout=120)
-    assert not said, said
-    assert out.split()[-1] == str(settings.steps)
-
-
-def wait_for(process: subprocess.Popen[str], step: int) -> None:
-    assert process.stdout is not None
-    while int(process.stdout.readline()) < step:
-        pass
+def finish(folder: Path, settings: TrainingSettings, output: pytest.CaptureFixture[str]) -> None:
+    """Begin or continue a run in this process."""
+    steps = list[int]()
+    train(CORPUS, settings, folder, resume=True, intervals=EVERY_STEP, progress=lambda now: steps.append(now.step))
+    assert not output.readouterr().err
+    assert steps[-1] == settings.steps
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -147,42 +122,44 @@ def test_training_leaves_the_random_numbers_of_others_alone_and_depends_on_none(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("usual_signals")
-def test_a_killed_an_interrupted_and_an_undisturbed_run_are_the_same(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("usual_signals", "one_thread")
+def test_a_killed_an_interrupted_and_an_undisturbed_run_are_the_same(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     # Warm-started norms, dropout and the curriculum all carry something from step to step.
     settings = replace(TINY, attention="contractive-2", blocks="pre-norm", lengths="curriculum", dropout=0.1)
-    finish(tmp_path / "whole", settings)
     killed = tmp_path / "killed"
-    process = start(killed, settings, "slowly")
-    wait_for(process, 17)
-    process.kill()
-    process.communicate(timeout=120)
+    run = TrainingProcess(CORPUS, settings, killed, pause=0.02)
+    finish(tmp_path / "whole", settings, capfd)
+    run.wait_for(17)
+    run.process.kill()
+    run.end()
     assert TrainingCheckpoint.load(killed / CHECKPOINT).step >= 10  # at most the steps since the last one are lost
-    process = start(killed, settings, "slowly")
-    wait_for(process, 25)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 130
+    run = TrainingProcess(CORPUS, settings, killed, pause=0.02)
+    run.wait_for(25)
+    os.kill(run.process.pid or 0, signal.SIGINT)
+    code, said = run.end()
+    assert code == 130
     step = TrainingCheckpoint.load(killed / CHECKPOINT).step
     assert 25 <= step < 40
     assert said.strip() == f"stopped after {step} steps"
-    finish(killed, settings)
+    finish(killed, settings, capfd)
     assert content(killed) == content(tmp_path / "whole")
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_said_in_one_line_and_loses_nothing(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("one_thread")
+def test_a_full_disk_is_said_in_one_line_and_loses_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     whole, folder = tmp_path / "whole", tmp_path / "full"
-    finish(whole, TINY)
+    finish(whole, TINY, capfd)
     size = (whole / CHECKPOINT).stat().st_size
-    process = start(folder, TINY, most_bytes=size // 2)
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 2
+    code, said = TrainingProcess(CORPUS, TINY, folder, most_bytes=size // 2).end()
+    assert code == 2
     (line,) = said.splitlines()
     assert "cannot write" in line
     assert "--resume" in line
     assert not (folder / CHECKPOINT).exists()
-    finish(folder, TINY)
+    finish(folder, TINY, capfd)
     assert content(folder) == content(whole)
 
 

@@ -10,7 +10,7 @@ import howsmooth as hs
 import howsmooth.nn as layers
 from howsmooth.attention import Causal, SlidingWindow
 from howsmooth.errors import DoesNotApply, InvalidInput
-from howsmooth.nn.layers.l2_layer import UntiedL2Attention
+from howsmooth.nn.layers.l2_layers import UntiedL2Attention
 from howsmooth.papers.training import CharacterModel, TrainingSettings
 from howsmooth.papers.training.model import ContractiveBlock, LayerNormBlock, WithinDocuments
 from howsmooth.papers.training.training_settings import ATTENTIONS

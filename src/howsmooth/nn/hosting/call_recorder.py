@@ -21,8 +21,7 @@ from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.attention_reader import read_attention
 from howsmooth.models.module_names import CONVENTIONS, AttentionSite, attention_sites
 from howsmooth.nn.hosting.adapter import TransformersMask
-from howsmooth.nn.layers.attention_layer import AttentionLayer, without_autocast
-from howsmooth.nn.layers.call_masks import CallMasks
+from howsmooth.nn.layers.attention_layer import AttentionLayer, CallMasks, without_autocast
 
 RecordedMap = tuple[Callable[[Tensor], Tensor], Tensor]
 _ATTENTION = (AttentionLayer, nn.MultiheadAttention)
@@ -72,6 +71,10 @@ class RecordedCall:
                 return functional_call(self.module, state, args, kwargs)
         finally:
             _REPEATING.reset(token)
+
+    def output(self, x: Tensor) -> Tensor:
+        """Repeat the call with other tokens, and return its first tensor."""
+        return first_tensor(self.repeat(x))
 
 
 class CallRecorder:
@@ -142,30 +145,27 @@ def _sites(model: Any) -> list[AttentionSite]:
     return [replace(site, layer=getattr(site.owner, "layer_idx", site.layer) or 0) for site in sites]
 
 
-def attention_of(model: nn.Module, heard: RecordedCall) -> RecordedMap | None:
+def attention_of(model: nn.Module, call: RecordedCall) -> RecordedMap | None:
     """Return the attention of a call as a map in closed form, and its first text, ``(n, d)``, without padding.
 
     None for a module that is no attention layer.
     """
-    if heard.site is not None:
-        return _block(model, heard, heard.site)
-    if isinstance(heard.module, _ATTENTION):
-        return _layer(heard)
+    if call.site is not None:
+        return _block(model, call, call.site)
+    if isinstance(call.module, _ATTENTION):
+        return _layer(call)
     return None
 
 
-def _layer(heard: RecordedCall) -> RecordedMap:
-    layer: Any = heard.module
-    given = inspect.signature(layer.forward).bind(*heard.args, **heard.kwargs).arguments
+def _layer(call: RecordedCall) -> RecordedMap:
+    layer: Any = call.module
+    given = inspect.signature(layer.forward).bind(*call.args, **call.kwargs).arguments
     query = given["query"]
     if any(given.get(name) is not None and given[name] is not query for name in ("key", "value")):
         raise InvalidInput("this layer attends to tokens of another sequence, but only self-attention can be measured.")
     x = query[None] if query.dim() == 2 else query if layer.batch_first else query.transpose(0, 1)
-    shape, causal = (*x.shape[:2], layer.num_heads), given.get("is_causal", False)
-    masks = CallMasks.of(shape, given.get("attn_mask"), causal, given.get("key_padding_mask"))
-    item, keep = _first_text(x, masks.keep)
-    mask = _mask_of(masks, item, keep, layer.num_heads, x)
-    tokens = x[item][keep].detach()
+    given_masks = given.get("attn_mask"), given.get("is_causal", False), given.get("key_padding_mask")
+    tokens, mask = _first_text(x, layer.num_heads, *given_masks)
     if isinstance(layer, AttentionLayer):
         return layer.map(mask, n=len(tokens)), tokens
     attention = SelfAttention.from_torch(layer)
@@ -173,44 +173,32 @@ def _layer(heard: RecordedCall) -> RecordedMap:
     return attention, tokens
 
 
-def _first_text(x: Tensor, keep: Tensor | None) -> tuple[int, Tensor]:
-    """Find the first item of a batch with real tokens, and the places of its real tokens."""
-    keep = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if keep is None else keep
-    real = keep.any(-1)
+def _first_text(
+    x: Tensor, heads: int, mask: Tensor | LogitBias | None, causal: bool, padding: Tensor | None
+) -> tuple[Tensor, LogitBias | None]:
+    """Return the real tokens of the first item of a batch that has some, and their masks in one term."""
+    masks = CallMasks.of((*x.shape[:2], heads), mask, causal, padding)
+    keeps = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if masks.keep is None else masks.keep
+    real = keeps.any(-1)
     if not bool(real.any()):
         raise InvalidInput("the batch holds only padding.")
     item = int(real.int().argmax())
-    return item, keep[item]
-
-
-def _mask_of(masks: CallMasks, item: int, keep: Tensor, heads: int, like: Tensor) -> LogitBias | None:
-    """Combine the masks of one text in one term."""
+    keep = keeps[item]
+    tokens = x[item][keep].detach()
     if not masks.terms or masks.terms.is_causal:
-        return Causal() if masks.terms else None
-    maps = Maps.every(item + 1, heads, masks.n, like.float()).select(slice(item * heads, (item + 1) * heads))
-    added = masks.terms.added_to(torch.zeros(heads, masks.n, masks.n, device=like.device), maps)
-    return DenseBias(added[:, keep][:, :, keep])
+        return tokens, Causal() if masks.terms else None
+    maps = Maps.every(item + 1, heads, masks.n, x.float()).select(slice(item * heads, (item + 1) * heads))
+    added = masks.terms.added_to(torch.zeros(heads, masks.n, masks.n, device=x.device), maps)
+    return tokens, DenseBias(added[:, keep][:, :, keep])
 
 
-def _block(model: Any, heard: RecordedCall, site: AttentionSite) -> RecordedMap:
-    given = inspect.signature(site.block.forward).bind(*heard.args, **heard.kwargs).arguments
+def _block(model: Any, call: RecordedCall, site: AttentionSite) -> RecordedMap:
+    given = inspect.signature(site.block.forward).bind(*call.args, **call.kwargs).arguments
     x, causal = given["hidden_states"], bool(getattr(site.owner, "is_causal", False))
     seen = TransformersMask.of(given.get("attention_mask"), x.shape[:2], x.shape[1], causal)
-    item, keep = _first_text(x, None if seen.padding is None else ~seen.padding)
     attention = read_attention(model, site)
-    terms = [term for term in attention.terms if not term.hides_only]
-    if seen.causal:
-        terms.append(Causal())
-    elif seen.mask is not None:
-        mask = ~seen.mask if seen.mask.dtype == torch.bool else seen.mask
-        terms.append(DenseBias(mask[item][:, keep][:, :, keep]))
-    if isinstance(attention, ComposedAttention):
-        attention = attention.replace(attention=attention.attention.replace(logit_biases=terms))
-    else:
-        attention = attention.replace(logit_biases=terms)
-    return attention, x[item][keep].detach()
-
-
-def first_output(heard: RecordedCall, x: Tensor) -> Tensor:
-    """Repeat a call with other tokens, and return its first tensor."""
-    return first_tensor(heard.repeat(x))
+    plain = attention.attention if isinstance(attention, ComposedAttention) else attention
+    tokens, mask = _first_text(x, plain.heads, seen.mask, seen.causal, seen.padding)
+    terms = [term for term in attention.terms if not term.hides_only] + ([] if mask is None else [mask])
+    plain = plain.replace(logit_biases=terms)
+    return attention.replace(attention=plain) if isinstance(attention, ComposedAttention) else plain, tokens

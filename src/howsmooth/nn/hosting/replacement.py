@@ -3,6 +3,19 @@
 transformers has an interface for attention functions (`AttentionInterface`), but it passes projected queries, keys and
 values, and projects the result itself. Layers with a Lipschitz bound need the weights: L2 attention multiplies
 value and output matrices, contractive layers divide by a norm of all of them. So whole blocks are replaced.
+
+A new layer starts from the weights of the old attention that have a counterpart:
+
+================  ====================================================================================================
+dot-product       everything: the layer computes the same function as the old attention
+sigmoid, cosine,  all four matrices and biases; the function differs by its weights P. Norm-controlled layers then clip
+norm-controlled   singular values at their cap
+lipschitz-norm    all four matrices; the biases of values move into the output, the others are dropped
+l2,               W_h = W^Q_h/√2 (or keys, or the mean), so that 2 z_i·z_j/s is the old size of q_i·q_j/√k; W^V, W^O and
+contractive-l2    the bias. The factor A_h is new, so that the function changes
+l2-untied         the same, with W^K_h/√2 for the keys
+gradient-step     nothing: it has other weights
+================  ====================================================================================================
 """
 
 from __future__ import annotations
@@ -10,28 +23,138 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import torch
 from torch import nn
 
-from howsmooth._util.validation import validated
+from howsmooth._util.validation import check_one_of, validated
 from howsmooth.attention import Rotary, SelfAttention
 from howsmooth.attention.conversion import plain_map
+from howsmooth.attention.stages import UnitNorm
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.attention_reader import read_attention
 from howsmooth.models.checkpoint_files import read_checkpoint, weight_files
 from howsmooth.models.module_names import attention_sites
 from howsmooth.nn.hosting.adapter import AttentionAdapter
-from howsmooth.nn.hosting.initial_weights import Tie, build, check_plain, start_from
 from howsmooth.nn.layers.attention_layer import AttentionLayer
-from howsmooth.nn.layers.contractive_layer import ContractiveL2Attention
-from howsmooth.nn.layers.registry import LAYER_KINDS, check_layer_kind
+from howsmooth.nn.layers.dot_product_layers import DotProductAttention, LipschitzNormAttention, NormControlledAttention
+from howsmooth.nn.layers.gradient_step_layer import GradientStepAttention
+from howsmooth.nn.layers.l2_layers import ContractiveL2Attention, L2Attention, UntiedL2Attention
+from howsmooth.nn.layers.registry import LAYER_KINDS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+Tie = Literal["query", "key", "mean"]
+
+
+def build(kind: str, old: SelfAttention, rotary: Rotary | None, dropout: float, **options: Any) -> AttentionLayer:
+    """Make a layer of a kind with the shape of ``old`` and its own initial weights.
+
+    Args:
+        rotary: rotary positions, for layers with queries and keys.
+        dropout: dropout of the old attention, for layers that take it.
+        options: options of the layer's class.
+
+    >>> build("l2", SelfAttention.random(8, heads=2), None, 0.0)
+    L2Attention(
+      8, heads=2
+      (qk_proj): Linear(in_features=8, out_features=8, bias=False)
+      (v_proj): Linear(in_features=8, out_features=8, bias=False)
+      (out_proj): Linear(in_features=8, out_features=8, bias=False)
+    )
+    """
+    chosen = LAYER_KINDS[kind]
+    fixed = sorted(chosen.options.keys() & options.keys())
+    if fixed:
+        raise InvalidInput(f"{kind} attention says its {fixed[0]} by its name: leave the option out.")
+    heads, width, d = old.query_weight.shape
+    if heads * width != d or old.out_features != d or old.value_weight.shape[1] != width:
+        raise UnsupportedModel(
+            f"{heads} heads of width {width} do not fill the {d} features of a token, which the layers of howsmooth.nn "
+            "need: this model's attention cannot be replaced."
+        )
+    if rotary is not None and not issubclass(chosen.layer, DotProductAttention):
+        raise InvalidInput(
+            f"this model encodes positions by rotating queries and keys (RoPE), which {chosen.layer.__name__} cannot "
+            "do (its bound holds for tokens that are all projected alike): choose dot-product, sigmoid, cosine or "
+            "norm-controlled, or drop the positions with drop_positions=True."
+        )
+    biases = (old.query_bias, old.key_bias, old.value_bias, old.output_bias)
+    settings = {"bias": any(bias is not None for bias in biases)} | ({"dropout": dropout} if chosen.dropout else {})
+    try:
+        layer = chosen.layer(d, heads, **{**settings, **chosen.options, **options})
+    except TypeError as error:
+        raise InvalidInput(f"attention of kind {kind!r} does not take these options: {error}.") from None
+    if isinstance(layer, DotProductAttention):
+        layer.set_rotary(rotary)
+    return layer
+
+
+def check_plain(old: SelfAttention, where: str) -> None:
+    """Refuse attention with features that every layer of `howsmooth.nn` lacks."""
+    features = {
+        "a soft-cap on its logits": old.softcap is not None,
+        "normalised queries and keys": any(isinstance(stage, UnitNorm) for stage in old.query_stages),
+        "a bias by relative position": not old.terms.hides_only,
+    }
+    present = [name for name, there in features.items() if there]
+    if present:
+        raise UnsupportedModel(f"{where} has {' and '.join(present)}, which no layer of howsmooth.nn can take over.")
+
+
+@torch.no_grad()
+def start_from(layer: AttentionLayer, old: SelfAttention, tie: Tie = "query") -> None:
+    """Copy the weights of an old attention as far as possible; shared keys and values are repeated."""
+    check_one_of(tie, get_args(Tie), "tie")
+    if isinstance(layer, GradientStepAttention):
+        return
+    group = old.heads // old.kv_heads
+    key, value = (weight.repeat_interleave(group, dim=0) for weight in (old.key_weight, old.value_weight))
+    share = _share(old)
+    query, key = share * old.query_weight, share * key
+    if isinstance(layer, L2Attention):
+        query, key = query / 2**0.5, key / 2**0.5
+        if isinstance(layer, UntiedL2Attention):
+            layer.k_proj.weight.copy_(key.flatten(0, 1))
+        else:
+            query = {"query": query, "key": key, "mean": (query + key) / 2}[tie]
+        layer.qk_proj.weight.copy_(query.flatten(0, 1))
+        layer.v_proj.weight.copy_(value.flatten(0, 1))
+    else:
+        assert isinstance(layer, DotProductAttention | LipschitzNormAttention)
+        layer.in_proj.weight.copy_(torch.cat([query, key, value]).flatten(0, 1))
+    layer.out_proj.weight.copy_(old.output_weight.flatten(0, 1).T)
+    _start_biases(layer, old, group)
+    if isinstance(layer, ContractiveL2Attention):
+        layer.follow_weights()
+    if isinstance(layer, NormControlledAttention):
+        layer.cap_()
+
+
+def _share(old: SelfAttention) -> float:
+    """Return the factor of queries and of keys: layers scale logits by 1/√k, a model may use another scale."""
+    return float(old.scale * old.query_weight.shape[1] ** 0.5) ** 0.5
+
+
+def _start_biases(layer: Any, old: SelfAttention, group: int) -> None:
+    if layer.out_proj.bias is None:
+        return
+    zero = torch.zeros_like(layer.out_proj.bias)
+    out = zero if old.output_bias is None else old.output_bias.clone()
+    value = None if old.value_bias is None else old.value_bias.repeat_interleave(group, dim=0)
+    if getattr(getattr(layer, "in_proj", None), "bias", None) is None:
+        if value is not None:  # rows of P sum to one, so a bias of the values is one of the output
+            out = out + (value[:, None] @ old.output_weight).sum((0, 1))
+    else:
+        query = zero if old.query_bias is None else _share(old) * old.query_bias.flatten()
+        key = zero if old.key_bias is None else _share(old) * old.key_bias.repeat_interleave(group, dim=0).flatten()
+        layer.in_proj.bias.copy_(torch.cat([query, key, zero if value is None else value.flatten()]))
+    layer.out_proj.bias.copy_(out)
+
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -41,7 +164,6 @@ REPLACEABLE = (
 )
 """Types of transformers models whose attention can be replaced; each is tested."""
 _NOTE = "howsmooth_attention"
-_DROPOUTS = ("attn_dropout", "attention_dropout", "dropout")
 
 
 @validated
@@ -56,7 +178,7 @@ def replace_attention(
 ) -> _Model:
     """Replace the self-attention of a model, in place, by layers of `howsmooth.nn`; the model is returned.
 
-    The new layers start from the old weights as far as possible: see `hosting.initial_weights`. Masks, padding,
+    The new layers start from the old weights as far as possible: see the table of this module. Masks, padding,
     gradients and generation work as before. The configuration of a transformers model records the replacement: save it
     with ``save_pretrained`` and load it with `load_replaced`.
 
@@ -84,9 +206,7 @@ def replace_attention(
     transformer.h.0.attn.layer True
     transformer.h.1.attn.layer True
     """
-    if not isinstance(model, nn.Module):
-        raise InvalidInput(f"attention is replaced in a model, got {type(model).__name__}.")
-    kind = check_layer_kind(kind)
+    check_one_of(kind, LAYER_KINDS, "the kind of attention")
     if hasattr(model, "config") and hasattr(model.config, "model_type"):
         if getattr(model.config, _NOTE, None) is not None:
             raise InvalidInput("attention of this model has been replaced already: load the model anew.")
@@ -119,7 +239,7 @@ class Replacement:
 
     def as_json(self) -> dict[str, Any]:
         """Return the record for config.json."""
-        return {**vars(self), "layers": list(self.layers), "options": dict(self.options)}
+        return asdict(self) | {"layers": list(self.layers)}
 
     def apply(self, model: nn.Module) -> None:
         """Replace the attention of a model built from the configuration: its weights then have the saved names.
@@ -149,10 +269,10 @@ def replacement_of(config: Any) -> Replacement | None:
         raise InvalidInput(
             f"the entry {_NOTE} of the configuration was not written by replace_attention: save the model again."
         )
-    kind = check_layer_kind(note["kind"])
     layers = note["layers"]
     if not layers or any(type(layer) is not int or layer < 0 for layer in layers):
         raise InvalidInput(f"the configuration lists replaced layers {layers!r}, which are no numbers.")
+    kind = check_one_of(note["kind"], LAYER_KINDS, "the kind of attention")
     return Replacement(kind, tuple(layers), note["drop_positions"], _written(note["options"]))
 
 
@@ -301,11 +421,9 @@ def _chosen(blocks: list[Any], layers: Iterable[int] | None) -> list[Any]:
 
 def _dropout(owner: nn.Module) -> float:
     """Return the dropout rate of the old attention weights."""
-    for name in _DROPOUTS:
-        dropout = getattr(owner, name, None)
-        if isinstance(dropout, nn.Dropout | float):
-            return dropout.p if isinstance(dropout, nn.Dropout) else dropout
-    return 0.0
+    values = (getattr(owner, name, None) for name in ("attn_dropout", "attention_dropout", "dropout"))
+    found = next((value for value in values if isinstance(value, nn.Dropout | float)), 0.0)
+    return found.p if isinstance(found, nn.Dropout) else found
 
 
 def _load_weights(model: PreTrainedModel, folder: Path) -> None:

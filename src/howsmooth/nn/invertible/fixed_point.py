@@ -122,11 +122,12 @@ def solve_fixed_point(
     work, scale = _ActiveItems(start, memory), scale.to(start)
     eps, places = torch.finfo(start.dtype).eps, math.prod(start.shape[1:])
     made_from = start.clone()
-    rounded = start.new_zeros(batch) if rounding_bound is None else rounding_bound(start)  # about its final value
+    rounding_of: RoundingBound = rounding_bound or (lambda points: points.new_zeros(len(points)))
+    rounded = rounding_of(start)  # about its final value
 
     def certified(points: Tensor, residual: Tensor, magnitude: Tensor) -> tuple[Tensor, Tensor]:
         """Return error bounds, and their part from rounding."""
-        rounding = (0.0 if rounding_bound is None else rounding_bound(points)) + ROUNDING_UNITS * eps * magnitude
+        rounding = rounding_of(points) + ROUNDING_UNITS * eps * magnitude
         return (c * residual * (1 + places * eps) + rounding) / (1 - c), rounding / (1 - c)
 
     for _ in range(max_iterations):
@@ -135,7 +136,7 @@ def solve_fixed_point(
         image = step(work.point, work.index)
         residual = size(image - work.point)
         if checked:
-            _check_claim(work, image, residual, contraction, scale[work.index], rounding_bound)
+            _check_claim(work, image, residual, contraction, scale[work.index], rounding_of)
         magnitude = size(image) + scale[work.index]
         remaining = c / (1 - c) * residual
         wanted = magnitude * (DEFAULT_TOLERANCE[start.dtype] if tolerance is None else tolerance)
@@ -220,17 +221,16 @@ def _check_claim(
     residual: Tensor,
     contraction: Contraction,
     scale: Tensor,
-    rounding_bound: RoundingBound | None,
+    rounding_of: RoundingBound,
 ) -> None:
     """Refuse a contraction constant that two iterates contradict beyond rounding."""
     size = contraction.size
-    apart = size(work.point - work.best)
-    moved = size(image - work.image)
+    apart, moved = size(work.point - work.best), size(image - work.image)
     noise = 1e3 * ROUNDING_UNITS * torch.finfo(image.dtype).eps * (size(image) + scale)
     known = torch.isfinite(work.residual) & torch.isfinite(residual)
     wrong = known & (moved > contraction.coefficient * apart + noise)
-    if bool(wrong.any()) and rounding_bound is not None:
-        noise = noise + rounding_bound(work.point) + rounding_bound(work.best)
+    if bool(wrong.any()):
+        noise = noise + rounding_of(work.point) + rounding_of(work.best)
         wrong = wrong & (moved > contraction.coefficient * apart + noise)
     if bool(wrong.any()):
         ratio = float((moved[wrong] / apart[wrong]).max())

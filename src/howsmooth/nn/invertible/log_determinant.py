@@ -36,10 +36,9 @@ from scipy.stats import norm as normal
 from scipy.stats import t as student
 from torch import Tensor
 
-from howsmooth._util.validation import check_count, check_fraction, check_positive
-from howsmooth.errors import DoesNotApply, InvalidInput
-from howsmooth.nn.invertible.branches import Branch
-from howsmooth.nn.invertible.diagonal_blocks import token_wise_blocks, vector_jacobian_product
+from howsmooth._util.validation import check_count, check_fraction, check_one_of, check_positive
+from howsmooth.errors import DoesNotApply
+from howsmooth.nn.invertible.branches import Branch, token_wise_blocks, vector_jacobian_product
 from howsmooth.nn.invertible.fixed_point import Contraction
 
 Method = Literal["auto", "blocks", "dense", "series", "roulette"]
@@ -105,9 +104,8 @@ def sum_log_determinants(terms: Sequence[LogDeterminant]) -> LogDeterminant:
 
     The error bar uses the smallest number of samples of any term, which does not make it narrower.
     """
-    value = torch.stack([term.value for term in terms]).sum(0)
+    value, cut = (torch.stack([getattr(term, name) for term in terms]).sum(0) for name in ("value", "truncation"))
     spread = torch.stack([term.standard_error for term in terms]).square().sum(0).sqrt()
-    cut = torch.stack([term.truncation for term in terms]).sum(0)
     samples = min((term.samples for term in terms if not term.exact), default=0)
     limits = [torch.zeros_like(cut) if term.exact else term.limit for term in terms]
     limit = None if any(each is None for each in limits) else torch.stack(limits).sum(0)  # type: ignore[arg-type]
@@ -132,8 +130,7 @@ def log_determinant(
         tolerance: the series is truncated when the proved bound on the remainder is below this many nats.
         generator: for the random vectors; torch's own by default.
     """
-    if method not in METHODS:
-        raise InvalidInput(f"a method is one of {', '.join(METHODS)}, got {method!r}.")
+    check_one_of(method, METHODS, "method")
     reach = branch.reach_at(x.shape[1])
     if method == "auto":
         small = math.prod(x.shape[1:]) <= DENSE
@@ -156,9 +153,9 @@ def log_determinant(
 
 def _exact(blocks: Tensor, method: str) -> LogDeterminant:
     """Σ_i log|det(I + B_i)| for blocks ``(batch, n, d, d)``."""
-    value = torch.linalg.slogdet(torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device) + blocks)
-    total = value.logabsdet.sum(1)
-    return LogDeterminant(total, torch.zeros_like(total.detach()), torch.zeros_like(total.detach()), method)
+    total = torch.linalg.slogdet(torch.eye(blocks.shape[-1]).to(blocks) + blocks).logabsdet.sum(1)
+    zeros = torch.zeros_like(total.detach())
+    return LogDeterminant(total, zeros, zeros, method)
 
 
 class _Estimate:
@@ -173,7 +170,7 @@ class _Estimate:
         self.length = 1.0 if contraction.norm == math.inf else self.coordinates**0.5  # |v|
 
     def series(self, branch: Branch, tolerance: float) -> LogDeterminant:
-        ones = torch.ones(self.samples, dtype=self.x.dtype, device=self.x.device)
+        ones = self.x.new_ones(self.samples)
 
         def rest(k: int, moved: Tensor) -> Tensor:
             size = self.dual.size(moved.flatten(0, 1)).view(self.samples, -1).mean(0)
@@ -194,10 +191,10 @@ class _Estimate:
         def weight(k: int) -> Tensor:
             return (drawn >= k) / q ** max(0, k - certain)
 
-        most = int(drawn.max())
+        maximum = int(drawn.max())
         truncated = self.coordinates * self.c ** (MAX_TERMS + 1) / ((MAX_TERMS + 1) * (1 - self.c))
         return self._sum(
-            branch, "roulette", weight, lambda k, moved: k < most, lambda k, moved: moved.new_tensor(truncated)
+            branch, "roulette", weight, lambda k, moved: k < maximum, lambda k, moved: moved.new_tensor(truncated)
         )
 
     def _sum(
@@ -214,7 +211,7 @@ class _Estimate:
             copies = copies if copies.requires_grad else copies.detach().requires_grad_()
             out = branch(copies)
         moved, k = self.probes, 0
-        terms = torch.zeros(self.samples, len(self.x), dtype=self.x.dtype, device=self.x.device)
+        terms = self.x.new_zeros(self.samples, len(self.x))
         applied = torch.zeros_like(self.probes)  # Av
         while k < MAX_TERMS and (k == 0 or more(k, moved.detach())):
             k += 1
@@ -223,9 +220,9 @@ class _Estimate:
             share = (-1) ** (k + 1) / k * weight(k)
             terms = terms + share[:, None] * trace
             applied += share[:, None, None, None] * moved.detach()
-        values, value = terms.detach(), terms.mean(0)
+        value = terms.mean(0)
         variance = 2 * (self.probes * applied).flatten(2).var(0).sum(-1)
-        spread = torch.maximum(values.var(0), variance).sqrt() / self.samples**0.5
+        spread = torch.maximum(terms.detach().var(0), variance).sqrt() / self.samples**0.5
         cut = rest(k, moved.detach()).expand_as(spread)
         # The distance to the log-determinants of eigenvalues 1 + λ, |λ| ≤ c.
         low, high = (self.coordinates * math.log1p(sign * self.c) for sign in (-1, 1))

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from howsmooth._util.common import evaluating
 from howsmooth._util.validation import check_count, check_finite, check_number, check_positive, validated
 from howsmooth.errors import DoesNotApply, InvalidInput, NotDifferentiable
-from howsmooth.nn.invertible.branches import as_branch
-from howsmooth.nn.invertible.diagonal_blocks import vector_jacobian_product
+from howsmooth.nn.invertible.branches import as_branch, vector_jacobian_product
 from howsmooth.nn.invertible.fixed_point import (
     Contraction,
     DidNotConverge,

@@ -1,25 +1,190 @@
-"""The base of all trainable attention layers: the call of `torch.nn.MultiheadAttention`, heads, bounds."""
+"""The base of all trainable attention layers: the call of `torch.nn.MultiheadAttention`, masks, heads, bounds.
+
+Weights are computed over blocks of queries, so that neither direction holds all n × n of them at once. Tensors of a
+`BlockwiseAttention` are ``(maps, n, width)``, one map per item and head, as in `howsmooth.attention.masks`.
+"""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from howsmooth._util.validation import check_count, check_number, check_weights, shown, validated
-from howsmooth.attention import AttentionMap, LogitBias
+from howsmooth.attention import AttentionMap, Causal, DenseBias, LogitBias, Padding
 from howsmooth.attention.conversion import check_no_dropout
-from howsmooth.attention.masks import HIDDEN, Maps
+from howsmooth.attention.masks import HIDDEN, Maps, Terms, softmax
 from howsmooth.bounds import least_upper_bound, setting
 from howsmooth.errors import DoesNotApply, InvalidInput
-from howsmooth.nn.layers.blockwise_attention import BlockwiseAttention
-from howsmooth.nn.layers.call_masks import CallMasks
 from howsmooth.sets import Ball
+
+
+@dataclass(frozen=True)
+class CallMasks:
+    """Masks and padding of one call.
+
+    Attributes:
+        n: number of tokens, padded ones included.
+        terms: masks and other additive terms, without padding.
+        keep: ``(batch, n)``, False for padded tokens; None when there are none.
+    """
+
+    n: int
+    terms: Terms = field(default_factory=Terms)
+    keep: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        shape: tuple[int, int, int],
+        attn_mask: Tensor | LogitBias | None,
+        is_causal: bool,
+        key_padding_mask: Tensor | None,
+    ) -> CallMasks:
+        """Read the arguments of a layer; ``shape`` is (batch, n, heads).
+
+        >>> list(CallMasks.of((1, 3, 2), torch.ones(3, 3).triu(1).bool(), False, None).terms)
+        [Causal()]
+        """
+        batch, n, heads = shape
+        mask = _dense(attn_mask, batch, heads) if isinstance(attn_mask, Tensor) else attn_mask
+        repeated = is_causal and mask is not None and mask.is_causal  # torch then reads the flag, not the mask
+        terms = Terms([] if mask is None or repeated else [mask])
+        if any(isinstance(term, Padding) for term in terms):
+            raise InvalidInput("padding cannot be an attn_mask here: pass key_padding_mask, True for padded tokens.")
+        terms.check(n, heads, batch)
+        if terms.is_causal or is_causal:
+            terms = Terms([Causal(), *(term for term in terms if not term.is_causal)])
+        return cls(n, terms, None if key_padding_mask is None else _keep(key_padding_mask, batch, n))
+
+    @property
+    def padded_keys(self) -> Tensor | None:
+        """``(batch, n)``: padded tokens, except where an item holds nothing else (its outputs are zero anyway)."""
+        return None if self.keep is None else ~self.keep & self.keep.any(-1, keepdim=True)
+
+    def zero_padding(self, tokens: Tensor) -> Tensor:
+        """Set padded tokens to zero; ``tokens`` is ``(batch, n, ·)``."""
+        return tokens if self.keep is None else tokens.masked_fill(~self.keep[..., None], 0.0)
+
+    def require_self(self, heads: int, batch: int) -> None:
+        """Refuse masks that hide a token from itself, or that add numbers: L2 attention is then not Lipschitz.
+
+        The bounds need P_ii > 0: the weight of the token itself keeps Σ_j P_ij|z_i − z_j|² below φ⁻¹(n − 1).
+        """
+        if not self.terms.hides_only:
+            raise InvalidInput(
+                "L2 attention takes masks that hide (booleans, or 0 and −inf), but this one adds other numbers to "
+                "the logits, and no Lipschitz bound holds then."
+            )
+        if not self.terms.sees_itself(self.n, heads, batch):
+            raise InvalidInput(
+                "this mask hides a token from itself, and L2 attention is then not Lipschitz: let every token see "
+                "itself (padded tokens belong in key_padding_mask)."
+            )
+
+
+def _dense(mask: Tensor, batch: int, heads: int) -> DenseBias:
+    """Convert a mask of torch, where True hides, to a term."""
+    if mask.dim() == 3:
+        if len(mask) != batch * heads:
+            raise InvalidInput(
+                f"a mask of three axes has one matrix for each of the {batch} item(s) and {heads} head(s), got "
+                f"{tuple(mask.shape)}: give (n, n) or (batch, 1, n, n) instead."
+            )
+        mask = mask.unflatten(0, (batch, heads))
+    return DenseBias(~mask if mask.dtype == torch.bool else mask)
+
+
+def _keep(padding: Tensor, batch: int, n: int) -> Tensor:
+    """Return True for real tokens, from torch's mask of padded ones (True, or −∞)."""
+    padding = padding[None] if padding.dim() == 1 else padding
+    if padding.shape != (batch, n):
+        raise InvalidInput(f"the padding mask has shape {tuple(padding.shape)}, but there are {batch} × {n} tokens.")
+    if padding.dtype == torch.bool:
+        return ~padding
+    if not padding.is_floating_point() or not bool(((padding == 0) | (padding == HIDDEN)).all()):
+        raise InvalidInput("a padding mask holds booleans (True = padded), or 0 and −inf.")
+    return padding == 0
+
+
+BLOCK_WEIGHTS = 2**20
+"""Weights in a block of queries, over all maps: few enough to stay in the cache between softmax and product."""
+STORED_WEIGHTS = 2**26
+"""Maximum number of weights stored for the backward pass; beyond it they are recomputed block by block."""
+
+
+@dataclass(frozen=True)
+class BlockwiseAttention:
+    """The weights P = softmax(scale·q kᵀ + shift + masks), or the sigmoid of the same logits.
+
+    Attributes:
+        shift: ``(maps or 1, 1, n)``, added to the logits of each key.
+        terms: masks and other additive terms.
+        scale: factor on the dot products.
+        weighting: "softmax", or "sigmoid" for weights that are not normalised over the keys.
+        dropout: share of the weights set to zero; the others grow to preserve the mean.
+        padded: whether ``shift`` may hide keys, with −∞.
+
+    >>> q = torch.zeros(1, 3, 2)
+    >>> BlockwiseAttention(q, q, Maps.every(1, 1, 3, q)).apply(torch.tensor([[[3.0], [6.0], [0.0]]])).flatten()
+    tensor([3., 3., 3.])
+    """
+
+    query: Tensor
+    key: Tensor
+    maps: Maps
+    shift: Tensor | None = None
+    terms: Terms = field(default_factory=Terms)
+    scale: float = 1.0
+    weighting: str = "softmax"
+    dropout: float = 0.0
+    padded: bool = False
+
+    def apply(self, value: Tensor) -> Tensor:
+        """Return the weighted sums P·v, ``(maps, n, v)``, after dropout."""
+        n, maps = self.maps.n, len(self.query)
+        rows = max(1, BLOCK_WEIGHTS // max(1, maps * n))
+        if rows >= n:
+            return self._block(value, slice(0, n))
+        again = maps * n * n > STORED_WEIGHTS and torch.is_grad_enabled()
+        again = again and torch._C._functorch.peek_interpreter_stack() is None  # torch.func cannot recompute
+        parts = []
+        for start in range(0, n, rows):
+            inputs = value, slice(start, min(start + rows, n))
+            parts.append(checkpoint(self._block, *inputs, use_reentrant=False) if again else self._block(*inputs))
+        return torch.cat(parts, dim=1)
+
+    def _block(self, value: Tensor, rows: slice) -> Tensor:
+        low, high = self.terms.key_range(rows.start, rows.stop, self.maps.n)
+        if low >= high:
+            return torch.zeros_like(self.query[:, rows, :1]) * value[:, :1]
+        weights = self.weights(rows, slice(low, high))
+        if self.dropout:
+            weights = functional.dropout(weights, self.dropout)
+        return weights @ value[:, low:high]
+
+    def weights(self, rows: slice, cols: slice) -> Tensor:
+        """Return a block of P, without dropout."""
+        query, key = self.query[:, rows], self.key[:, cols].mT
+        if self.shift is None:
+            logits = self.scale * query @ key
+        else:
+            logits = torch.baddbmm(self.shift[..., cols], query, key, alpha=self.scale)
+        logits = self.terms.added_to(logits, self.maps, rows, cols)
+        if self.weighting == "sigmoid":
+            return torch.sigmoid(logits)
+        # A row of −∞ alone has weights of NaN, and so have all gradients then. A padded token under a mask that lets it
+        # see itself may see nothing but padding.
+        may_be_blind = not self.terms.keeps_self or (self.padded and self.terms.hides)
+        return softmax(logits) if may_be_blind else torch.softmax(logits, dim=-1)
+
 
 _NORMS = {2: 2.0, "2": 2.0, "inf": math.inf, math.inf: math.inf}
 Mask = LogitBias | Tensor | str | None
@@ -104,9 +269,9 @@ class AttentionLayer(nn.Module, ABC):
         """
         check_length(n)
         where, order = setting(self.map(mask, n), n=n, over=None if radius is None else Ball(radius)), as_norm(norm)
-        least = least_upper_bound(where, order)
-        if least is not None:
-            return least[1]
+        found = least_upper_bound(where, order)
+        if found is not None:
+            return found[1]
         if order != 2:
             raise DoesNotApply("no bound in the ∞-norm is known for this attention and mask: choose norm=2.")
         raise DoesNotApply(f"{self.refusal}." if radius is None else "no bound is known for this attention and mask.")
@@ -193,6 +358,10 @@ class ProjectedAttention(AttentionLayer):
     def project(self, x: Tensor, masks: CallMasks) -> ProjectedTokens:
         """Return queries, keys and values of x, ``(batch, n, d)``."""
 
+    def by_head(self, projected: Tensor) -> Tensor:
+        """Reshape projected tokens, ``(batch, n, heads·k)``, to ``(batch, heads, n, k)``."""
+        return projected.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
     def combine(self, mixed: Tensor, masks: CallMasks) -> Tensor:
         """Apply the output projection to the weighted sums of all heads side by side, ``(batch, n, d)``."""
         return self.out_proj(mixed)
@@ -201,9 +370,7 @@ class ProjectedAttention(AttentionLayer):
         """Return the output of a batch ``(batch, n, d)``, and on request the weights ``(batch, heads, n, n)``."""
         batch, n, _ = x.shape
         heads = self.project(x, masks)
-        query, key, value = (
-            tokens.reshape(-1, n, tokens.shape[-1]) for tokens in (heads.query, heads.key, heads.value)
-        )
+        query, key, value = (tokens.flatten(0, 1) for tokens in (heads.query, heads.key, heads.value))
         attention = BlockwiseAttention(
             query,
             key,
@@ -257,6 +424,11 @@ def as_norm(norm: NormOrder) -> float:
         return _NORMS[norm]
     except (KeyError, TypeError):  # another norm, or an unhashable value
         raise InvalidInput(f"layers are bounded in norm 2 or 'inf', got {shown(norm)}.") from None
+
+
+def precise(x: Tensor) -> Tensor:
+    """Return a tensor in float32 or more."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def without_autocast(like: Tensor) -> torch.autocast:

@@ -1,4 +1,4 @@
-"""Dot-product attention and its variants with other stages after the projections.
+"""Dot-product attention and its variants: other stages after the projections, or another divisor of the logits.
 
 Each layer trains the weights of an attention map of `howsmooth.attention`; the map defines the stages and their theory.
 """
@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from howsmooth import attention
 from howsmooth._util.validation import check_number, check_positive, validated
 from howsmooth.attention import Rotary, SelfAttention
+from howsmooth.attention.autodiff_maps import divisor_of
 from howsmooth.attention.stages import Chain
-from howsmooth.nn.caps import SpectralCaps
-from howsmooth.nn.layers.attention_layer import Mask, ProjectedAttention, ProjectedTokens, glorot
-from howsmooth.nn.layers.call_masks import CallMasks
+from howsmooth.errors import InvalidInput
+from howsmooth.nn.layers.attention_layer import CallMasks, Mask, ProjectedAttention, ProjectedTokens, glorot
+from howsmooth.nn.layers.weight_norms import SpectralCaps
 
 
 class DotProductAttention(ProjectedAttention):
@@ -65,11 +68,9 @@ class DotProductAttention(ProjectedAttention):
         return {}
 
     def project(self, x: Tensor, masks: CallMasks) -> ProjectedTokens:
-        by_head = self.in_proj(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
+        tokens = map(self.by_head, self.in_proj(x).chunk(3, dim=-1))
         stages: tuple[Any, ...] = (self.query_stages, self.key_stages, self.value_stages)
-        return ProjectedTokens(
-            *(Chain.through(each, t.transpose(1, 2))[0] for each, t in zip(stages, by_head, strict=True))
-        )
+        return ProjectedTokens(*(Chain.through(each, t)[0] for each, t in zip(stages, tokens, strict=True)))
 
     def attached_map(self, mask: Mask, n: int | None) -> SelfAttention:
         query, key, value = self.in_proj.weight.chunk(3)
@@ -116,13 +117,11 @@ class SigmoidAttention(DotProductAttention):
     def project(self, x: Tensor, masks: CallMasks) -> ProjectedTokens:
         heads = super().project(x, masks)
         like = heads.query
-        if self.logit_shift is not None:
-            shift = like.new_full((1, 1, 1, 1), self.logit_shift)
-        elif masks.keep is None:
-            shift = like.new_full((1, 1, 1, 1), -math.log(masks.n))
-        else:
+        if self.logit_shift is None and masks.keep is not None:
             shift = -masks.keep.sum(-1).clamp(min=1).to(like.dtype).log()[:, None, None, None]
-        return ProjectedTokens(heads.query, heads.key, heads.value, shift)
+        else:
+            shift = like.new_full((1, 1, 1, 1), -math.log(masks.n) if self.logit_shift is None else self.logit_shift)
+        return replace(heads, shift=shift)
 
 
 class CosineAttention(DotProductAttention):
@@ -210,3 +209,39 @@ class NormControlledAttention(DotProductAttention):
     def cap_(self) -> None:
         """Clip the singular values of all weights at ``cap``, in place."""
         SpectralCaps(self, self.cap).exact()
+
+
+class LipschitzNormAttention(ProjectedAttention):
+    """softmax(QKᵀ/c)V with the divisor c of Dasoulas, Scaman and Virmaux (2021): Lipschitz on all of space.
+
+    c = max(‖Q‖_F‖K‖, ‖Q‖_F‖V‖, ‖K‖‖V‖), ‖K‖ and ‖V‖ being the longest token of each, head by head. c depends
+    on all tokens, so every token influences every other: masks are refused, padding is not. The bound holds for
+    every n.
+
+    Arguments as in `AttentionLayer`; ``bias`` adds one to the output only, which the map omits.
+
+    >>> bool(LipschitzNormAttention(8, num_heads=2).lipschitz_bound(n=16).isfinite())
+    True
+    """
+
+    def make_weights(self, bias: bool) -> None:
+        self.in_proj = glorot(self.embed_dim, self.embed_dim, parts=3)
+        self.out_proj = glorot(self.embed_dim, self.embed_dim, bias=bias)
+
+    def project(self, x: Tensor, masks: CallMasks) -> ProjectedTokens:
+        if masks.terms:
+            raise InvalidInput(_NO_MASKS)
+        query, key, value = map(self.by_head, self.in_proj(x).chunk(3, dim=-1))
+        divisor = divisor_of(query, key, value)  # padded tokens are zero, and zero is never the longest
+        return ProjectedTokens(query / torch.where(divisor > 0, divisor, 1.0)[..., None, None], key, value)
+
+    def attached_map(self, mask: Mask, n: int | None) -> nn.Module:
+        if mask is not None:
+            raise InvalidInput(_NO_MASKS)
+        weights = *self.in_proj.weight.chunk(3), self.out_proj.weight
+        return attention.LipschitzNormAttention(*weights, heads=self.num_heads)
+
+
+_NO_MASKS = (
+    "the divisor of LipschitzNorm depends on all tokens, hidden ones included: leave the mask out, or use L2Attention."
+)

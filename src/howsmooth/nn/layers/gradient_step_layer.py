@@ -16,8 +16,7 @@ from howsmooth._util.validation import check_count, check_positive, check_weight
 from howsmooth.attention.autodiff_maps import MeanOfSteps
 from howsmooth.bounds.furuya2026 import longest_step
 from howsmooth.errors import InvalidInput
-from howsmooth.nn.layers.attention_layer import AttentionLayer, Mask
-from howsmooth.nn.layers.call_masks import CallMasks
+from howsmooth.nn.layers.attention_layer import AttentionLayer, CallMasks, Mask
 
 CONTEXT = 64
 """Default number of learned points per head."""

@@ -6,18 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from howsmooth.errors import InvalidInput
 from howsmooth.nn.layers.attention_layer import AttentionLayer
-from howsmooth.nn.layers.contractive_layer import ContractiveL2Attention
 from howsmooth.nn.layers.dot_product_layers import (
     CosineAttention,
     DotProductAttention,
+    LipschitzNormAttention,
     NormControlledAttention,
     SigmoidAttention,
 )
 from howsmooth.nn.layers.gradient_step_layer import GradientStepAttention
-from howsmooth.nn.layers.l2_layer import L2Attention, UntiedL2Attention
-from howsmooth.nn.layers.lipschitz_norm_layer import LipschitzNormAttention
+from howsmooth.nn.layers.l2_layers import ContractiveL2Attention, L2Attention, UntiedL2Attention
 
 
 @dataclass(frozen=True)
@@ -58,15 +56,3 @@ LAYER_KINDS: dict[str, LayerKind] = {
     "gradient-step": LayerKind(GradientStepAttention, dropout=False),
 }
 """Every kind of layer by its name; "contractive-2" and "contractive-inf" are "contractive-l2" with a fixed norm."""
-
-
-def check_layer_kind(name: str) -> str:
-    """Return the name of a kind of attention, or refuse an unknown one.
-
-    >>> check_layer_kind("magic")
-    Traceback (most recent call last):
-    howsmooth.errors.InvalidInput: 'magic' is no kind of attention: choose one of dot-product, sigmoid, ...
-    """
-    if name not in LAYER_KINDS:
-        raise InvalidInput(f"{name!r} is no kind of attention: choose one of {', '.join(LAYER_KINDS)}.")
-    return name

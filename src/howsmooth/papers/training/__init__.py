@@ -1,6 +1,6 @@
 """Training of character language models with any attention of `howsmooth.nn`, as in Kim et al. (2021).
 
-Read `training_settings`, `corpus` and `lengths` (the pieces of text in a batch), then `model`, `loop` and `grid`.
+Read `training_settings` and `text_batches`, then `model`, `run_files`, `loop` and `grid`.
 
 >>> from howsmooth.papers.training import Corpus, TrainingSettings, train
 >>> corpus = Corpus.split("to be or not to be, that is the question: " * 20)

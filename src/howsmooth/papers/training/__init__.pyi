@@ -1,8 +1,8 @@
-from .corpus import Corpus
 from .grid import Grid, run_grid
 from .loop import load_model, train
 from .model import CharacterModel
-from .run_status import Intervals
+from .run_files import Intervals
+from .text_batches import Corpus
 from .training_settings import TrainingSettings
 
 __all__ = [

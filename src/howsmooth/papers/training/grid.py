@@ -21,9 +21,9 @@ from howsmooth._util.validation import Device, check_device, check_fields, valid
 from howsmooth.engines import Engine
 from howsmooth.engines.choice import complete
 from howsmooth.errors import InvalidInput
-from howsmooth.papers.training.corpus import Corpus
 from howsmooth.papers.training.loop import StatusCallback, train
-from howsmooth.papers.training.run_status import Intervals, TrainingResult, TrainingStatus
+from howsmooth.papers.training.run_files import Intervals, TrainingResult, TrainingStatus
+from howsmooth.papers.training.text_batches import Corpus
 from howsmooth.papers.training.training_settings import Attention, TrainingSettings
 
 COMPARED_KINDS: tuple[Attention, ...] = ("dot-product", "l2-untied", "l2", "contractive-inf", "contractive-2")
@@ -89,16 +89,15 @@ def run_grid(
     check_device(device or "cpu")
     folder = Path(folder).absolute()
     runs = {name: (corpus, settings, folder / name, intervals, device) for name, settings in grid.cells()}
+    update = lambda *cell: write_table(folder, finished(folder, grid))  # noqa: E731
     if executor is not None:
-        complete(executor, _run_cell, runs, lambda name, got: write_table(folder, finished(folder, grid)))
+        complete(executor, _run_cell, runs, update)
     else:
         for number, (name, run) in enumerate(runs.items(), start=1):
             show = lambda status, n=number, name=name: progress(GridProgress(n, len(runs), name, status))  # noqa: E731
             _run_cell(run, show)
-            write_table(folder, finished(folder, grid))
-    results = finished(folder, grid)
-    write_table(folder, results)
-    return results
+            update()
+    return finished(folder, grid)
 
 
 def _run_cell(
@@ -152,9 +151,8 @@ def row_of(result: TrainingResult) -> dict[str, Any]:
 @validated
 def mean_bits(results: Sequence[TrainingResult], kind: str, depth: int) -> float | None:
     """Return the mean of the validation bits over the seeds; None when one diverged or none is finished."""
-    all_bits = [r.valid_bits for r in results if (r.settings.attention, r.settings.depth) == (kind, depth)]
-    bits = [value for value in all_bits if value is not None]
-    return mean(bits) if bits and len(bits) == len(all_bits) else None
+    bits = [r.valid_bits for r in results if (r.settings.attention, r.settings.depth) == (kind, depth)]
+    return mean(bits) if bits and None not in bits else None  # type: ignore[type-var]
 
 
 @validated

@@ -1,6 +1,6 @@
 """The training loop: steps, metrics, checkpoints and interruption.
 
-A run lives in a folder: ``checkpoint.safetensors`` (see `howsmooth.papers.training.checkpoints`) and ``run.sqlite``, a
+A run lives in a folder: ``checkpoint.safetensors`` (see `howsmooth.papers.training.run_files`) and ``run.sqlite``, a
 ledger (`howsmooth._util.ledger`) with one row of numbers per interval, and the result of a finished run. Ctrl-C lets
 the step end, saves and stops; a process that is killed loses the steps since the last checkpoint. A run that goes on
 is, bit by bit on the same machine with the same number of threads, the run that was never stopped.
@@ -25,11 +25,18 @@ from howsmooth._util.common import Busy, evaluating, exclusive, unwritable
 from howsmooth._util.ledger import Ledger
 from howsmooth._util.validation import Device, check_device, validated
 from howsmooth.errors import InvalidInput
-from howsmooth.papers.training.checkpoints import CHECKPOINT, TrainingCheckpoint
-from howsmooth.papers.training.corpus import Corpus
-from howsmooth.papers.training.lengths import TextBatch, plan, validation
 from howsmooth.papers.training.model import CharacterModel
-from howsmooth.papers.training.run_status import LEDGER, RESULT, Intervals, TrainingResult, TrainingStatus
+from howsmooth.papers.training.run_files import (
+    CHECKPOINT,
+    LEDGER,
+    RESULT,
+    Intervals,
+    TrainingCheckpoint,
+    TrainingResult,
+    TrainingStatus,
+    run_tensors,
+)
+from howsmooth.papers.training.text_batches import Corpus, TextBatch, plan, validation
 from howsmooth.papers.training.training_settings import TrainingSettings
 
 StatusCallback = Callable[[TrainingStatus], None]
@@ -200,14 +207,13 @@ class _Run:
         return None
 
     def _one_step(self) -> float:
-        settings = self.settings
         for group in self.optimiser.param_groups:
-            group["lr"] = settings.rate_at(self.step)
+            group["lr"] = self.settings.rate_at(self.step)
         self.optimiser.zero_grad(set_to_none=True)
         loss = nats(self.model, self.plan.batch(self.step))
         loss.backward()
-        if settings.clip:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip)
+        if self.settings.clip:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
         self.optimiser.step()
         return loss.item()
 
@@ -223,8 +229,7 @@ class _Run:
             "seconds": round(self.seconds, 3),
         }
         if self.step % self.intervals.validate == 0:
-            bits = self._valid_bits(self.intervals.validate_on)
-            row["valid_bits"] = bits if math.isfinite(bits) else None
+            row["valid_bits"] = self._valid_bits(self.intervals.validate_on)
         self.losses = []
         self.rows.append(row)
         self.ledger.write_json(f"step {self.step}", row)
@@ -239,20 +244,23 @@ class _Run:
         if self.folder is None or not all(bool(torch.isfinite(p).all()) for p in self.model.parameters()):
             return
         state = self.step, self.settings, self.corpus.alphabet, self.corpus.sha256, self.seconds, self.losses
-        TrainingCheckpoint.take(*state, self.model, self.optimiser).save(self.folder / CHECKPOINT)
+        TrainingCheckpoint(*state, run_tensors(self.model, self.optimiser)).save(self.folder / CHECKPOINT)
 
-    def _valid_bits(self, limit: int | None = None) -> float:
-        return bits_per_character(
-            self.model, validation(self.corpus, self.settings.lengths, self.settings.length, limit)
-        )
+    def _valid_bits(self, limit: int | None = None) -> float | None:
+        """Return the bits on the validation part, or on its first characters; None when they are not finite."""
+        pieces = validation(self.corpus, self.settings.lengths, self.settings.length, limit)
+        bits = bits_per_character(self.model, pieces)
+        return bits if math.isfinite(bits) else None
 
     def _finish(self, diverged: int | None) -> TrainingResult:
-        bits = math.nan if diverged is not None else self._valid_bits()
+        valid_bits = bound = None
+        if diverged is None:
+            valid_bits, bound = self._valid_bits(), self.model.attention_bound(self.settings.length)
         result = TrainingResult(
             self.settings,
             self.rows[-1]["train_bits"] if self.rows else None,
-            bits if math.isfinite(bits) else None,
-            None if diverged is not None else self.model.attention_bound(self.settings.length),
+            valid_bits,
+            bound,
             diverged,
             self.step * self.settings.batch_tokens,
             round(self.seconds, 3),

@@ -28,8 +28,8 @@ from howsmooth._util.validation import check_count, validated
 from howsmooth.attention.masks import Causal, LogitBias, Maps, Sight, SlidingWindow
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn import AttentionLayer, ContractiveL2Attention, ContractiveMLP, L2Attention
-from howsmooth.nn.invertible.actnorm import ActNorm
-from howsmooth.nn.layers.l2_layer import UntiedL2Attention
+from howsmooth.nn.invertible.transformer import ActNorm
+from howsmooth.nn.layers.l2_layers import UntiedL2Attention
 from howsmooth.nn.layers.registry import LAYER_KINDS
 from howsmooth.papers.training.training_settings import TrainingSettings
 from howsmooth.sets import Normalised
@@ -44,7 +44,7 @@ class WithinDocuments(LogitBias):
     Of two tokens that see the same one, the later sees the earlier, as under a causal window.
 
     Args:
-        seen: ``(batch, n, n)`` booleans, see `howsmooth.papers.training.lengths.Batch.seen`. window: None for all n.
+        seen: ``(batch, n, n)`` booleans, see `text_batches.TextBatch.seen`. window: None for all n.
     """
 
     sight: Sight = "ordered"
@@ -186,9 +186,8 @@ class CharacterModel(nn.Module):
 
     def groups(self, weight_decay: float) -> list[dict[str, object]]:
         """Group the parameters for the optimiser: only matrices decay."""
-        parameters = list(self.parameters())
-        matrices = [parameter for parameter in parameters if parameter.dim() > 1]
-        others = [parameter for parameter in parameters if parameter.dim() <= 1]
+        matrices = [parameter for parameter in self.parameters() if parameter.dim() > 1]
+        others = [parameter for parameter in self.parameters() if parameter.dim() <= 1]
         return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 

@@ -20,7 +20,7 @@ from howsmooth._util.validation import (
     validated,
 )
 from howsmooth.errors import InvalidInput
-from howsmooth.papers.training.lengths import LENGTH_PLANS, Lengths
+from howsmooth.papers.training.text_batches import Lengths
 
 _Compared = Literal["dot-product", "l2", "l2-untied", "contractive-inf", "contractive-2"]  # by Kim et al. (2021)
 Attention = Literal[_Compared, "sigmoid", "cosine", "norm-controlled", "gradient-step"]
@@ -28,8 +28,7 @@ ATTENTIONS: tuple[str, ...] = get_args(Attention)
 """The kinds of attention for training."""
 
 _FORMAT = 2
-"""Format of the settings in JSON. The first had no number, and other names for two kinds of attention."""
-_FIRST_NAMES = {"l2": "l2-untied", "l2-tied": "l2"}
+"""Format of the settings in JSON."""
 Blocks = Literal["pre-norm", "post-norm", "contractive"]
 Schedule = Literal["cosine", "fixed"]
 
@@ -79,10 +78,9 @@ class TrainingSettings:
     seed: Seed = 0
 
     def __post_init__(self) -> None:
-        check_one_of(self.attention, ATTENTIONS, "attention")
-        check_one_of(self.lengths, LENGTH_PLANS, "lengths")
-        check_one_of(self.schedule, get_args(Schedule), "schedule")
-        check_one_of(self.blocks, (*get_args(Blocks), None), "blocks")
+        choices = {"attention": ATTENTIONS, "lengths": get_args(Lengths), "schedule": get_args(Schedule)}
+        for name, known in (choices | {"blocks": (*get_args(Blocks), None)}).items():
+            check_one_of(getattr(self, name), known, name)
         check_positive(self.rate, "the learning rate")
         check_fields(self)
         if self.width % self.heads:
@@ -157,10 +155,7 @@ class TrainingSettings:
         if not isinstance(content, dict):
             raise InvalidInput(f"the settings of a run are a dictionary, got {shown(content)}.")
         content = dict(content)
-        if "format" not in content:
-            attention = content.get("attention")
-            content["attention"] = _FIRST_NAMES.get(attention, attention) if isinstance(attention, str) else attention
-        elif content.pop("format") != _FORMAT:
+        if content.pop("format", None) != _FORMAT:
             raise InvalidInput("these settings were written by another version of howsmooth.")
         if content.keys() != names:
             others = ", ".join(sorted(map(str, content.keys() ^ names)))

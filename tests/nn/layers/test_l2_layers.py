@@ -17,8 +17,8 @@ from howsmooth.attention.masks import as_mask
 from howsmooth.bounds import Bound, kim2021, l2_bounds
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn import ContractiveL2Attention, L2Attention
-from howsmooth.nn.layers.call_masks import CallMasks
-from howsmooth.nn.layers.l2_layer import average_2
+from howsmooth.nn.layers.attention_layer import CallMasks
+from howsmooth.nn.layers.l2_layers import average_2
 from howsmooth.norms.small_matrices import spectral
 
 N, D, H = 9, 8, 2

@@ -1,10 +1,11 @@
-"""Checkpoints of training runs: one safetensors file, written atomically and verified when it is read.
+"""The files of a training run: a ledger with its numbers and its result, and a checkpoint.
 
-The file holds the tensors of the model (buffers included), of the optimiser and of the random number generator, and in
-its header a JSON text with the step, the settings and the alphabet, all under one checksum (see
-`howsmooth._util.checksummed`). It is written under a temporary name in the same folder and then renamed: an interrupted
-process leaves the old file or the new one. Before anything is restored, the names, shapes, dtypes and values of all
-tensors are compared with the run that resumes: the fused optimiser of torch would write past the end of a short tensor.
+The checkpoint is one safetensors file, written atomically and verified when it is read. It holds the tensors of the
+model (buffers included), of the optimiser and of the random number generator, and in its header a JSON text with the
+step, the settings and the alphabet, all under one checksum (see `howsmooth._util.checksummed`). It is written under a
+temporary name in the same folder and then renamed: an interrupted process leaves the old file or the new one. Before
+anything is restored, the names, shapes, dtypes and values of all tensors are compared with the run that resumes: the
+fused optimiser of torch would write past the end of a short tensor.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,101 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from howsmooth._util.checksummed import Damaged, checksummed_bytes, read_checksummed, read_json
-from howsmooth._util.common import digest, write_whole
-from howsmooth._util.validation import NotNegative, Size, check_fields, validated
+from howsmooth._util.common import write_whole
+from howsmooth._util.ledger import Ledger
+from howsmooth._util.sqlite_files import EmptyFile
+from howsmooth._util.validation import Count, NotNegative, Size, check_fields, validated
 from howsmooth.errors import HowsmoothError, InvalidInput
 from howsmooth.papers.training.training_settings import TrainingSettings
 
+LEDGER, RESULT = "run.sqlite", "result"
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Steps between rows of metrics, validations (on ``validate_on`` characters) and checkpoints."""
+
+    report: Count = 50
+    validate: Count = 500
+    validate_on: Count = 20_000
+    save: Count = 200
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class TrainingStatus:
+    """The progress of a run."""
+
+    step: int
+    steps: int
+    bits: float
+    bound: float | None
+    steps_per_second: float
+    seconds_left: float
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """A finished run.
+
+    Attributes:
+        settings: settings of the run.
+        train_bits: bits per character over the last interval of training.
+        valid_bits: bits per character on the validation part, all of it; None when the run diverged.
+        bound: largest proved Lipschitz bound among the attention blocks, None where there is none; in the 2-norm, but
+            in the ∞-norm for contractive-inf in contractive blocks.
+        diverged: the step at which the loss became NaN or infinite, or None.
+        tokens, seconds: characters seen and time spent in training, without validation.
+        parameters: number of trained parameters.
+        how: how the text was split.
+        rows: the numbers of every interval, as the ledger of the run holds them.
+    """
+
+    settings: TrainingSettings
+    train_bits: NotNegative | None
+    valid_bits: NotNegative | None
+    bound: NotNegative | None
+    diverged: Size | None
+    tokens: Size
+    seconds: NotNegative
+    parameters: Size
+    how: str
+    text: str
+    rows: list[dict[str, Any]] = field(default_factory=list, compare=False, repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the entry of the ledger, which has no rows."""
+        content = {name: value for name, value in asdict(self).items() if name != "rows"}
+        return content | {"settings": self.settings.to_dict()}
+
+    @classmethod
+    @validated
+    def read(cls, folder: Path) -> TrainingResult | None:
+        """The result of a finished run, or None."""
+        path = Path(folder) / LEDGER
+        if not path.is_file():
+            return None
+        try:
+            with Ledger.reading(path) as ledger:
+                items = ledger.read_json()
+            content = items.pop(RESULT, None)
+            if content is None:
+                return None
+            settings = TrainingSettings.from_dict(content.pop("settings"))
+            result = cls(settings, **content, rows=list(items.values()))
+            check_fields(result)
+            return result
+        except EmptyFile:
+            return None  # another process begins the run at this moment
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            why = str(error).rstrip(".")
+            raise InvalidInput(f"{path} is damaged ({why}): move it away to make it anew with --resume.") from error
+
+
 CHECKPOINT = "checkpoint.safetensors"
 CHECKPOINT_FORMAT = "howsmooth training checkpoint 2"
-_FIRST_FORMAT = "howsmooth training checkpoint 1"
-"""It had a hash of its tensors alone, inside the JSON text."""
 _ENTRIES = ("step", "exp_avg", "exp_avg_sq")
 """The state of AdamW for a parameter."""
 _NAMES = ("step", "settings", "alphabet", "text", "seconds", "losses")
@@ -42,7 +129,7 @@ class TrainingCheckpoint:
 
     Attributes:
         step: number of finished steps.
-        tensors: named ``model.…``, ``optimiser.…`` and ``random``.
+        tensors: named ``model.…``, ``optimiser.…`` and ``random``, see `run_tensors`.
         text: SHA-256 of the corpus, so that a run does not resume with another text.
         seconds: time spent so far.
         losses: bits per character of the steps since the last row of metrics.
@@ -55,28 +142,6 @@ class TrainingCheckpoint:
     seconds: NotNegative
     losses: list[float]
     tensors: dict[str, Tensor]
-
-    @classmethod
-    @validated
-    def take(
-        cls,
-        step: int,
-        settings: TrainingSettings,
-        alphabet: str,
-        text: str,
-        seconds: float,
-        losses: list[float],
-        model: nn.Module,
-        optimiser: Optimizer,
-    ) -> TrainingCheckpoint:
-        """Copy the state of a run between two steps."""
-        tensors = {f"model.{name}": tensor for name, tensor in _state(model)}
-        for name, parameter in model.named_parameters():
-            for entry, value in optimiser.state.get(parameter, {}).items():
-                tensors[f"optimiser.{name}.{entry}"] = value
-        tensors["random"] = torch.get_rng_state()
-        copied = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-        return cls(step, settings, alphabet, text, seconds, list(losses), copied)
 
     def restore(self, model: nn.Module, optimiser: Optimizer | None = None) -> None:
         """Restore model, optimiser and random numbers, all of them or, after an error, none."""
@@ -159,11 +224,22 @@ class TrainingCheckpoint:
         try:
             tensors, texts, has_checksum = read_checksummed(path)
             header = read_json(texts.get("howsmooth", ""))
-            _check_format(header, tensors, has_checksum)
+            if header.pop("format", None) != CHECKPOINT_FORMAT or not has_checksum:
+                raise Damaged("its format is not known here")
             return _checked(header, tensors)
         except (Damaged, HowsmoothError) as error:
             why = f"{path} is damaged or no checkpoint of howsmooth ({str(error).rstrip('.')})"
             raise InvalidInput(f"{why}: move it away to start the run anew.") from error
+
+
+def run_tensors(model: nn.Module, optimiser: Optimizer) -> dict[str, Tensor]:
+    """Copy the tensors of a model, of its optimiser and of the random number generator, by name."""
+    tensors = {f"model.{name}": tensor for name, tensor in _state(model)}
+    for name, parameter in model.named_parameters():
+        for entry, value in optimiser.state.get(parameter, {}).items():
+            tensors[f"optimiser.{name}.{entry}"] = value
+    tensors["random"] = torch.get_rng_state()
+    return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
 
 
 def _state(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
@@ -174,16 +250,6 @@ def _state(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 def _alike(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype
-
-
-def _check_format(header: dict[str, Any], tensors: dict[str, Tensor], has_checksum: bool) -> None:
-    """A known format, with the hash that belongs to it."""
-    written = header.pop("format", None)
-    if written == _FIRST_FORMAT and not has_checksum:
-        if header.pop("sha256", None) != digest(tensors):
-            raise Damaged("its content is not what was written")
-    elif written != CHECKPOINT_FORMAT or not has_checksum:
-        raise Damaged("its format is not known here")
 
 
 def _checked(header: dict[str, Any], tensors: dict[str, Tensor]) -> TrainingCheckpoint:

@@ -1,4 +1,11 @@
-r"""The pieces of text in a batch: fixed windows, chunks with cross-document masks, or a curriculum of lengths.
+r"""Text for character language models: the split into training and validation, and the pieces of text in a batch.
+
+A text file is split into its first 90 % to train on and the rest to validate on. A folder, or one file of it, with
+parts named ``….train.…`` and ``….valid.…`` (`ptb.train.txt`, `wiki.valid.tokens`) brings its own split; a test part
+is never read. The alphabet is the set of all characters of both parts, in the order of their code points; symbol 0 is
+the *start* before the first character of a document.
+
+Batches hold fixed windows, chunks with cross-document masks, or a curriculum of lengths.
 
 Every plan predicts a character from those before it: the input of position i is the character before it in its
 document, and the start symbol at the first. A batch holds a constant number of tokens, (pieces) × (length), and depends
@@ -8,29 +15,152 @@ on the seed and the step alone: a resumed run sees the same batches as an uninte
 * `Chunks`: documents in random order, one after the other, cut every n characters (concat-and-chunk); a token sees only
   earlier tokens of its own document.
 * `Curriculum`: every document is cut into pieces whose lengths are powers of two, its length in binary (Pouransari et
-  al., *Dataset Decomposition*, 2024); a batch holds pieces of one length. Steps go to the lengths in proportion to the
+  al., *Dataset Decomposition*, 2024); a batch holds pieces of one length. Steps go to the lengths in proportion to
   their characters, in cycles from short to long.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import Literal, get_args
+from functools import cached_property, lru_cache, partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from howsmooth._util.validation import Count, Seed, Size, check_tensor, validated
+from howsmooth._util.validation import Count, Seed, Size, check_fields, check_tensor, validated
 from howsmooth.errors import InvalidInput
-from howsmooth.papers.training.corpus import START, Corpus, documents
+from howsmooth.models.input_files import decoded, read_content
+
+TRAINED_SHARE = 0.9
+START = 0
+"""The symbol before the first character of a document."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A training text, a validation text, and a description of the split.
+
+    >>> corpus = Corpus.split("to be or not to be")
+    >>> corpus.train, corpus.valid, corpus.alphabet
+    ('to be or not to ', 'be', ' benort')
+    >>> corpus.encode("bet")
+    tensor([2, 3, 7])
+    """
+
+    train: str
+    valid: str
+    how: str
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name, text in (("train", self.train), ("validate", self.valid)):
+            if len(text) < 2:
+                raise InvalidInput(
+                    f"there is too little text to {name} on ({len(text)} characters): give a longer file."
+                )
+
+    @classmethod
+    @validated
+    def split(cls, text: str) -> Corpus:
+        """Split a text: the first 90 % to train on, the rest to validate on."""
+        cut = int(TRAINED_SHARE * len(text))
+        return cls(text[:cut], text[cut:], f"first {TRAINED_SHARE:.0%} of the text to train, the rest to validate")
+
+    @classmethod
+    @validated
+    def read(cls, path: Path | str) -> Corpus:
+        """Read a text file, or a folder (or one file of it) with parts named train and valid."""
+        path = Path(path)
+        split = _parts(path)
+        if split is None:
+            return cls.split(_read(path))
+        train, valid = split
+        return cls(_read(train), _read(valid), f"{train.name} to train, {valid.name} to validate")
+
+    @cached_property
+    def alphabet(self) -> str:
+        """Return all characters, in the order of their code points; symbol i + 1 is the i-th of them."""
+        return "".join(sorted(set(self.train) | set(self.valid)))
+
+    @property
+    def symbols(self) -> int:
+        """Return the number of symbols: the characters and the start."""
+        return len(self.alphabet) + 1
+
+    @cached_property
+    def sha256(self) -> str:
+        """Return the hash of both parts and their split."""
+        digest = hashlib.sha256(self.train.encode("utf-8", "surrogatepass"))
+        digest.update(b"\0valid\0" + self.valid.encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()
+
+    def encode(self, text: str) -> Tensor:
+        """Return the symbols of a text, i + 1 for the i-th character of the alphabet; others are refused."""
+        table = {character: number for number, character in enumerate(self.alphabet, start=1)}
+        try:
+            return torch.tensor([table[character] for character in text], dtype=torch.int64)
+        except KeyError as error:
+            raise InvalidInput(
+                f"the character {error.args[0]!r} is not in the alphabet the model was trained on."
+            ) from None
+
+
+@validated
+def documents(text: str) -> list[str]:
+    r"""Cut the text into documents, whose concatenation is the text.
+
+    Documents are paragraphs (each with the blank line that ends it), or lines in a text without blank lines.
+
+    >>> documents("A:\nyes\n\nB:\nno\n"), documents("one\ntwo\n")
+    (['A:\nyes\n\n', 'B:\nno\n'], ['one\n', 'two\n'])
+    """
+    ends = [match.end() for match in re.finditer(r"\n(?:[ \t\r]*\n)+", text)]
+    if not ends:
+        return text.splitlines(keepends=True)
+    cuts = [0, *ends] if ends[-1] == len(text) else [0, *ends, len(text)]
+    return [text[begin:end] for begin, end in pairwise(cuts)]
+
+
+def _parts(path: Path) -> tuple[Path, Path] | None:
+    """Find the training and validation files of a path, or None for a text to be split."""
+    if not path.exists():
+        raise InvalidInput(
+            f"there is no file or folder {path}: give a text file, or a folder with ptb.train.txt and so on."
+        )
+    if path.is_dir():
+        training = sorted(file for file in path.iterdir() if file.is_file() and ".train." in file.name)
+        if len(training) != 1:
+            raise InvalidInput(
+                f"{path} holds {len(training)} files named ….train.…, not one: give a text file, or a folder with one "
+                "training and one validation file such as ptb.train.txt and ptb.valid.txt."
+            )
+        train = training[0]
+    else:
+        train = path.with_name(re.sub(r"\.(valid|test)\.", ".train.", path.name))
+        if ".train." not in train.name:
+            return None
+    valid = train.with_name(train.name.replace(".train.", ".valid."))
+    for file in (train, valid):
+        if not file.is_file():
+            raise InvalidInput(f"{file} is missing: training needs it beside {path.name}.")
+    return train, valid
+
+
+def _read(path: Path) -> str:
+    """Read a text with its line ends unchanged: every character counts."""
+    return decoded(read_content(path), str(path))
+
 
 Lengths = Literal["fixed", "chunks", "curriculum"]
-LENGTH_PLANS: tuple[str, ...] = get_args(Lengths)
 _TEXT, _ORDER = 0, 1  # streams of random numbers: positions of windows, order of pieces
 
 
@@ -102,8 +232,7 @@ class Fixed(Plan):
     def __init__(self, text: Tensor, length: Count, batch_tokens: Count, seed: Seed):
         self.targets, self.inputs = _symbols(text, "text"), _before(text)
         self.n, self.pieces, self.seed = length, batch_tokens // length, seed
-        if len(text) < length:
-            raise InvalidInput(f"the text to train on has {len(text)} characters, fewer than a length of {length}.")
+        _check_longer(len(text), length)
 
     def batch(self, step: int) -> TextBatch:
         generator = _generator(self.seed, _TEXT, step)
@@ -121,10 +250,7 @@ class Chunks(Plan):
         self.targets, self.inputs, self.owner, self.begins = _joined(parts)
         self._streams = dict[int, Tensor]()
         self.sizes = torch.tensor([len(document) for document in parts])
-        if len(self.targets) < length:
-            raise InvalidInput(
-                f"the text to train on has {len(self.targets)} characters, fewer than a length of {length}."
-            )
+        _check_longer(len(self.targets), length)
 
     def batch(self, step: int) -> TextBatch:
         size = self.n * self.pieces
@@ -237,6 +363,11 @@ def _short_to_long(characters: dict[int, int], steps: int, cycles: int) -> Tenso
     share = torch.tensor([characters[int(size)] for size in sizes], dtype=torch.float64).cumsum(0)
     through = torch.arange(steps, dtype=torch.float64) * cycles / steps % 1.0
     return sizes[torch.searchsorted(share / share[-1], through, right=True).clamp(max=len(sizes) - 1)]
+
+
+def _check_longer(characters: int, length: int) -> None:
+    if characters < length:
+        raise InvalidInput(f"the text to train on has {characters} characters, fewer than a length of {length}.")
 
 
 def _before(text: Tensor) -> Tensor:

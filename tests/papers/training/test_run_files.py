@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,16 +14,11 @@ from safetensors.torch import load_file, save, save_file
 
 from evidence.damaged_files import checkpoint_case, outcomes
 from howsmooth._util.checksummed import checksummed_bytes, read_checksummed
-from howsmooth._util.common import digest, write_whole
+from howsmooth._util.common import write_whole
 from howsmooth.errors import InvalidInput
-from howsmooth.nn.layers.registry import LAYER_KINDS
 from howsmooth.papers.training import CharacterModel, Corpus, Intervals, TrainingSettings, train
-from howsmooth.papers.training.checkpoints import TrainingCheckpoint
-from howsmooth.papers.training.lengths import validation
-from howsmooth.papers.training.loop import bits_per_character, load_model
-from howsmooth.papers.training.run_status import TrainingResult
-
-FIRST_FORMAT = Path(__file__).parent / "data" / "checkpoint-1.safetensors"
+from howsmooth.papers.training.loop import load_model
+from howsmooth.papers.training.run_files import TrainingCheckpoint, TrainingStatus, run_tensors
 
 SETTINGS = TrainingSettings(attention="contractive-2", depth=1, width=8, heads=2, length=4, batch_tokens=8, steps=30)
 
@@ -37,7 +33,7 @@ def trained() -> tuple[CharacterModel, torch.optim.Optimizer]:
 
 def taken() -> TrainingCheckpoint:
     model, optimiser = trained()
-    return TrainingCheckpoint.take(7, SETTINGS, "a\n“", "digest", 1.5, [0.1 + 0.2], model, optimiser)
+    return TrainingCheckpoint(7, SETTINGS, "a\n“", "digest", 1.5, [0.1 + 0.2], run_tensors(model, optimiser))
 
 
 def test_a_checkpoint_comes_back_bit_by_bit(tmp_path: Path) -> None:
@@ -57,13 +53,13 @@ def test_restoring_brings_back_model_optimiser_and_random_numbers() -> None:
     model, optimiser = trained()
     checkpoint.restore(model, optimiser)
     assert torch.equal(torch.rand(3), expected)
-    again = TrainingCheckpoint.take(7, SETTINGS, "a\n“", "digest", 1.5, [], model, optimiser)
+    again = run_tensors(model, optimiser)
     names = [name for name in checkpoint.tensors if name != "random"]
     assert sum(name.startswith("optimiser.") for name in names) == 3 * sum(1 for _ in model.parameters())
     buffers = {f"model.{name}" for name, _ in model.named_buffers()}  # the warm start of contractive layers
     assert buffers
     assert buffers <= set(names)
-    assert all(torch.equal(again.tensors[name], checkpoint.tensors[name]) for name in names)
+    assert all(torch.equal(again[name], checkpoint.tensors[name]) for name in names)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "text", "foreign", "pickle"])
@@ -129,14 +125,22 @@ def test_a_missing_folder_is_said(tmp_path: Path) -> None:
         write_whole(tmp_path / "none" / "file", b"new")
 
 
-def test_a_checkpoint_of_the_first_format_goes_on_to_the_same_numbers(tmp_path: Path) -> None:
-    """Written at step 5 by the version before; the numbers are those to which that version came."""
+def test_a_resumed_run_comes_to_the_numbers_that_it_always_had(tmp_path: Path) -> None:
+    """The numbers were recorded by an earlier version."""
     corpus = Corpus.split("to be or not to be, that is the question " * 20)
     few = TrainingSettings(
         attention="contractive-2", depth=1, width=4, heads=2, length=4, batch_tokens=16, steps=12, warmup=2
     )
-    (tmp_path / "checkpoint.safetensors").write_bytes(FIRST_FORMAT.read_bytes())
-    result = train(corpus, few, tmp_path, resume=True, intervals=Intervals(save=5, report=5))
+
+    def stop(status: TrainingStatus) -> None:
+        if status.step == 5:
+            raise KeyboardInterrupt
+
+    intervals = Intervals(save=5, report=5)
+    with pytest.raises(KeyboardInterrupt):
+        train(corpus, few, tmp_path, intervals=intervals, progress=stop)
+    assert load_model(tmp_path)[1].step == 5
+    result = train(corpus, few, tmp_path, resume=True, intervals=intervals)
     assert result.train_bits == pytest.approx(3.8585456565178884, rel=1e-6)
     assert result.valid_bits == pytest.approx(4.168775873346162, rel=1e-6)
     assert result.valid_bits == pytest.approx(train(corpus, few).valid_bits, rel=1e-6)
@@ -206,40 +210,28 @@ def test_tensors_that_do_not_fit_are_refused(wrong: str) -> None:
         {"alphabet": 5},
         {"settings": {}},
         {"settings": []},
+        {"format": "howsmooth training checkpoint 1"},
         {"format": "howsmooth training checkpoint 3"},
         {"extra": 1},
     ],
 )
 @pytest.mark.parametrize("seal", [True, False])
 def test_a_header_that_no_run_writes_is_refused(wrong: dict[str, object], seal: bool, tmp_path: Path) -> None:
-    """With a seal that fits, as a forger makes it, and in the first format, which had none on its header."""
+    """With a checksum that fits, as a forger makes it, and without one."""
     path = tmp_path / "c.safetensors"
     checkpoint = taken()
     checkpoint.save(path)
     tensors, texts, _ = read_checksummed(path)
-    header = json.loads(texts["howsmooth"])
-    if not seal:
-        header |= {"format": "howsmooth training checkpoint 1", "sha256": digest(tensors)}
-        path.write_bytes(save(tensors, {"howsmooth": json.dumps(header)}))
-        TrainingCheckpoint.load(path)  # sound so far
-    header |= wrong
-    text = {"howsmooth": json.dumps(header)}
+    text = {"howsmooth": json.dumps(json.loads(texts["howsmooth"]) | wrong)}
     path.write_bytes(checksummed_bytes(tensors, text) if seal else save(tensors, text))
     with pytest.raises(InvalidInput, match="damaged or no checkpoint"):
         TrainingCheckpoint.load(path)
 
 
 def test_a_step_beyond_the_last_is_no_finished_run(tmp_path: Path) -> None:
-    header = json.loads(safe_header(FIRST_FORMAT)["howsmooth"]) | {"step": 401}
-    (tmp_path / "checkpoint.safetensors").write_bytes(save(load_file(FIRST_FORMAT), {"howsmooth": json.dumps(header)}))
-    with pytest.raises(InvalidInput, match="step 401 of 12"):
+    replace(taken(), step=401).save(tmp_path / "checkpoint.safetensors")
+    with pytest.raises(InvalidInput, match="step 401 of 30"):
         load_model(tmp_path)
-
-
-def safe_header(path: Path) -> dict[str, str]:
-    size = int.from_bytes(path.read_bytes()[:8], "little")
-    found: dict[str, str] = json.loads(path.read_bytes()[8 : 8 + size])["__metadata__"]
-    return found
 
 
 def test_changed_bytes_are_refused_or_harmless() -> None:
@@ -271,26 +263,10 @@ def test_a_run_that_cannot_fit_is_refused_with_an_estimate(wrong: dict[str, int]
         train(corpus, TrainingSettings(**wrong))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("before", "today"), [("l2", "l2-untied"), ("l2-tied", "l2")])
-def test_runs_written_under_the_old_names_are_what_they_were(before: str, today: str) -> None:
-    """Both were written when "l2" had keys of its own and "l2-tied" had not."""
-    folder = FIRST_FORMAT.parent / f"run-of-{before}-before-the-renaming"
-    result, (model, checkpoint) = json.loads((folder / "result.json").read_text()), load_model(folder)
-    settings = checkpoint.settings
-    assert TrainingSettings.from_dict(result["settings"]).attention == settings.attention == today
-    assert type(model.blocks[0].attention) is LAYER_KINDS[today].layer
-    bound = model.attention_bound(4)
-    assert bound == (None if result["bound"] is None else pytest.approx(result["bound"], rel=1e-6))
-    corpus = Corpus.split("to be or not to be, that is the question: " * 20)
-    pieces = validation(corpus, settings.lengths, settings.length)
-    assert bits_per_character(model, pieces) == pytest.approx(result["valid_bits"], rel=1e-6)
-    with pytest.raises(InvalidInput, match="written by an earlier version"):
-        TrainingResult.read(folder)
-
-
 def test_settings_say_in_which_format_they_are_written() -> None:
     for name in ("l2", "l2-untied"):
         settings = TrainingSettings(attention=name)  # type: ignore[arg-type]
         assert TrainingSettings.from_dict(settings.to_dict()) == settings
-    with pytest.raises(InvalidInput, match="another version"):
-        TrainingSettings.from_dict(TrainingSettings().to_dict() | {"format": 3})
+    for other in (1, 3, None):
+        with pytest.raises(InvalidInput, match="another version"):
+            TrainingSettings.from_dict(TrainingSettings().to_dict() | {"format": other})
