@@ -12,7 +12,7 @@ import howsmooth as hs
 from evidence.certificates import draw
 from howsmooth.certificates.ball import block_ball, on_ball
 from howsmooth.certificates.ball.block_ball import BlockBall, Side, expected_change_seconds, over_keys, row_by_row
-from howsmooth.certificates.ball.norm_of_head_sum import norm_of_head_sum
+from howsmooth.certificates.point.enclosure import norm_of_head_sum
 from howsmooth.certificates.point.head_gram import HeadsAt
 from howsmooth.certificates.point.proved_eigenvalue import top_bounds
 

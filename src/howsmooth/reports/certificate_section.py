@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from howsmooth._util.common import rounded
 from howsmooth._util.templates import render
-from howsmooth.certificates.ball.radius_sweep import Ladder
+from howsmooth.certificates.ball.on_ball import Ladder
 from howsmooth.reports.drawings import Axis, Chart
 from howsmooth.reports.sections import write_section
 

@@ -27,8 +27,13 @@ from howsmooth.rounding.allocation import Allocation, Unit, allocate, check_budg
 from howsmooth.rounding.kv_cache import PARTS
 from howsmooth.rounding.number_formats import Format, parse_formats
 from howsmooth.rounding.output_error import output_errors
-from howsmooth.rounding.rounded_model import RoundedModel, check_finite_weights, check_text_model
-from howsmooth.rounding.sensitivity import Scores, sampled_scores
+from howsmooth.rounding.rounded_model import (
+    RoundedModel,
+    Scores,
+    check_finite_weights,
+    check_text_model,
+    sampled_scores,
+)
 
 Choices = Mapping[str, Allocation | None]
 Tensors = dict[str, Tensor]

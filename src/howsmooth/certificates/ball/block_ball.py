@@ -18,8 +18,7 @@ from torch import Tensor
 
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds.own.three_path import TINY, push_radii
-from howsmooth.certificates.ball.head_ball import HeadBall
-from howsmooth.certificates.ball.norm_of_partitioned_sum import norm_of_partitioned_sum
+from howsmooth.certificates.ball.head_ball import HeadBall, norm_of_partitioned_sum
 from howsmooth.certificates.ball.weight_perturbation import PerturbationStep
 from howsmooth.certificates.point.proved_eigenvalue import top_bounds
 from howsmooth.numerics.roundoff import gamma

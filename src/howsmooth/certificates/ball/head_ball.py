@@ -28,10 +28,14 @@ from howsmooth.bounds.own.three_path import (
     spread_norm,
 )
 from howsmooth.bounds.three_paths import Paths, distances, mixed_pairs
-from howsmooth.certificates.ball.leave_one_out import MIN_REMAINDER, LeaveOneOut
-from howsmooth.certificates.ball.norm_of_partitioned_sum import norm_of_partitioned_sum
-from howsmooth.certificates.ball.weight_boxes import largest_mean
-from howsmooth.certificates.ball.weight_perturbation import PerturbationStep, WeightPerturbation, exponential_mean
+from howsmooth.certificates.ball.weight_perturbation import (
+    MIN_REMAINDER,
+    LeaveOneOut,
+    PerturbationStep,
+    WeightPerturbation,
+    exponential_mean,
+    largest_mean,
+)
 from howsmooth.certificates.point.proved_eigenvalue import largest_eigenvalues
 from howsmooth.numerics.roundoff import gamma
 
@@ -43,6 +47,8 @@ _HADAMARD_LIMIT = 128
 """Maximum number of tokens for which Hadamard products are formed: n matrices of n rows a head."""
 _MAX_SHIFT = 20.0
 """Shifts κ above this give no bound on a mean: its deviation on the whole ball is smaller."""
+_STEPS = 30
+"""Steps towards better λ and μ."""
 
 
 class HeadGeometry:
@@ -394,3 +400,41 @@ class HeadBall(PerturbedHeads):
 def _positive(distances: Tensor) -> Tensor:
     """Distances raised above zero, as divisors."""
     return distances + 1e-3 * distances.amax(-1, keepdim=True) + TINY
+
+
+def norm_of_partitioned_sum(columns: Tensor, blocks: Tensor) -> Tensor:
+    """≥ ‖K + Q‖ from c and q, ``(…, parts) → (…)``.
+
+    If K maps inputs of part k to at most c_k times their length and Q, diagonal in the parts, to at most q_k times,
+    then ‖K + Q‖ ≤ ½(λ + μ + Σ_k c_k²/(μ − q_k²/λ)) for all λ > 0 and μ > max_k q_k²/λ. Proof:
+    docs/theory/certificates-ball.md, section "The norm of a partitioned sum".
+
+    >>> columns, blocks = torch.tensor([[3.0, 4.0]] * 2), torch.tensor([[2.0, 2.0], [0.0, 2.0]])
+    >>> norm_of_partitioned_sum(columns.double(), blocks.double())
+    tensor([7.0000, 6.7082], dtype=torch.float64)
+    """
+    plain = columns.norm(dim=-1) + blocks.amax(-1)
+    unit = plain.detach().clamp_min(TINY)[..., None]
+    c, q = columns / unit, blocks / unit
+    level, mu = _levels(c.detach(), q.detach())
+    minimum = 0.5 * (level + mu)[..., 0] + 0.5 * (c.square() / (mu - q.square() / level)).sum(-1)
+    return torch.fmin(plain, unit[..., 0] * minimum) * (1 + gamma(16 * (1 + columns.shape[-1])))
+
+
+def _levels(c: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """λ and μ, ``(…, 1)``; they count as constants, where the bound has the right derivative."""
+    a = _unit(c + q)
+    for _ in range(_STEPS):
+        a = _unit(c + q.square() * a / _length(q * a))
+    level = _length(q * a)
+    steep = q.square() / level
+    minimum = steep.amax(-1, keepdim=True) * (1 + 1e-9) + TINY
+    return level, torch.maximum((c + steep * a).norm(dim=-1, keepdim=True), minimum)
+
+
+def _length(vectors: Tensor) -> Tensor:
+    return vectors.norm(dim=-1, keepdim=True).clamp_min(1e-150)
+
+
+def _unit(vectors: Tensor) -> Tensor:
+    return vectors / _length(vectors)

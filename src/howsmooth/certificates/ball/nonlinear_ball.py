@@ -21,7 +21,7 @@ from howsmooth.attention.stages import Chain, Scale, TokenStage, UnitNorm
 from howsmooth.bounds.own.neighbourhood import softmax_ceiling
 from howsmooth.bounds.own.three_path import nonnegative_norm
 from howsmooth.bounds.three_paths import PathsAt
-from howsmooth.certificates.ball.weight_boxes import largest_mean
+from howsmooth.certificates.ball.weight_perturbation import largest_mean
 from howsmooth.certificates.network.affine_form import spectral_ceiling
 from howsmooth.errors import DoesNotApply
 from howsmooth.numerics.roundoff import gamma

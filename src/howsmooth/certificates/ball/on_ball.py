@@ -9,22 +9,35 @@ Proof: docs/theory/certificates-ball.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from howsmooth._util.validation import check_count
+from howsmooth._util.torch_globals import full_precision
+from howsmooth._util.validation import NotNegative, check_count, check_finite, check_tensor, validated
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds.own.neighbourhood import three_path_ball_of
 from howsmooth.bounds.question_setting import Setting
+from howsmooth.bounds.three_paths import Paths
 from howsmooth.certificates.ball.block_ball import LIMIT, BlockBall
 from howsmooth.certificates.ball.head_ball import HeadBall
 from howsmooth.certificates.ball.nonlinear_ball import nonlinear_bound
-from howsmooth.certificates.ball.norm_of_head_sum import norm_of_head_sum
-from howsmooth.certificates.point.enclosure import Enclosure, enclose_block, enclose_heads
+from howsmooth.certificates.network.parts_ir import check_attention_unchanged
+from howsmooth.certificates.point.enclosure import Enclosure, enclose_block, enclose_heads, norm_of_head_sum
 from howsmooth.certificates.point.head_gram import HeadsAt
+from howsmooth.errors import InvalidInput
+from howsmooth.jacobians.function_checks import check_tokens
+from howsmooth.norms.local_constant import measure_heads
 from howsmooth.numerics.roundoff import gamma
+from howsmooth.search import worst_case
+from howsmooth.sets import Around
+
+SHARES = (0.01, 0.1, 0.3, 1.0)
+"""Radii of a ladder, of the largest."""
+_RTOL = 1e-6
+"""Tolerance of the singular vectors: their error enters the derivative, not the value."""
 
 
 def enclose_heads_around(at: HeadsAt, moves: Tensor, here: Sequence[Enclosure] | None = None) -> list[Enclosure]:
@@ -131,3 +144,132 @@ def move_radii(n: int, radius: float, tokens: Sequence[int] | None) -> Tensor:
     for token in tokens:
         moves[check_count(token, "tokens", least=0, most=n - 1)] = radius
     return moves
+
+
+@validated
+@full_precision
+def certified_constants(
+    attention: AttentionMap, x: Tensor, radius: NotNegative = 0.0, tokens: Sequence[int] | None = None
+) -> Tensor:
+    """The proved upper end of every head on the ball, ``(heads,)``, differentiable in x and in the weights.
+
+    The value at the input is proved by a factorisation, which has no derivative; its derivative is that of the enclosed
+    singular value, dσ = ⟨u, dJ v⟩ (docs/theory/certificates-ball.md, section "Derivatives of the bounds"). It is that
+    of ``hs.certify(attention, Around(x, radius, moving=tokens), per_head=True).upper``.
+
+    Args:
+        attention: an attention map. x: tokens ``(n, d)``; computed in float64.
+        radius: of the ball of every token. tokens: the moving tokens, all when None.
+
+    >>> import howsmooth as hs
+    >>> x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)).double().requires_grad_()
+    >>> bounds = certified_constants(hs.SelfAttention.random(8, heads=2), x, radius=0.01)
+    >>> bounds.sum().backward()
+    >>> bounds.shape, x.grad.shape
+    (torch.Size([2]), torch.Size([5, 8]))
+    """
+    check_tensor(x, "x")
+    check_finite(x, "x")
+    check_tokens(x)
+    if x.dim() != 2:
+        raise InvalidInput(f"one input (n, d) is certified at a time, got shape {tuple(x.shape)}.")
+    check_attention_unchanged(attention, "attention")
+    x, moves = x.double(), move_radii(len(x), radius, tokens)
+    at = HeadsAt(attention, x, stored=True)
+    groups = [group for (group,) in at.groups(reduced=False)]
+    with torch.no_grad():
+        here = enclose_heads(at)
+        vectors = measure_heads(attention.in_dtype(torch.float64), x, rtol=_RTOL)
+        assert vectors.left is not None
+        assert vectors.right is not None
+    value = torch.cat([bilinear(group, vectors.left[group.heads], vectors.right[group.heads]) for group in groups])
+    upper = value - value.detach() + value.new_tensor([head.upper for head in here])
+    return torch.maximum(upper, upper_ends(at, moves, upper)[0]) if bool(moves.any()) else upper
+
+
+def bilinear(group: Paths, left: Tensor, right: Tensor) -> Tensor:
+    r""":math:`\langle u, Jv\rangle` of every map of a group, ``(g, n, d) → (g,)``, by its three paths.
+
+    >>> import howsmooth as hs
+    >>> from howsmooth.bounds.three_paths import paths
+    >>> head, x = hs.SelfAttention.random(4).in_dtype(torch.float64), torch.randn(3, 4).double()
+    >>> u, v = torch.randn(2, 3, 4).double()
+    >>> [group] = paths(head, x, reduced=False)
+    >>> exact = (u * torch.func.jvp(head, (x,), (v,))[1]).sum()
+    >>> bool(torch.allclose(bilinear(group, u[None], v[None])[0], exact))
+    True
+    """
+    values = (group.value_map @ right[..., None])[..., 0]
+    queries = right if group.pull_map is None else (group.pull_map @ right[..., None])[..., 0]
+    keys = right if group.push_map is None else (group.push_map @ right[..., None])[..., 0]
+    logits = queries @ group.pull.mT + group.push @ keys.mT
+    away = left @ group.value.mT - (left * group.mean).sum(-1, keepdim=True)
+    return (group.weights * (left @ values.mT)).sum((-2, -1)) + (group.slopes * logits * away).sum((-2, -1))
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """All heads of one map at one input.
+
+    Attributes:
+        radii: of the balls, growing. norm: the mean length of a token. steps: of each search.
+        measured: proved lower end at the input, per head.
+        worst: the largest value found in each ball, ``[radius][head]``. certified: the proved upper end, likewise.
+    """
+
+    radii: tuple[float, ...]
+    norm: float
+    steps: int
+    measured: list[float]
+    worst: list[list[float]]
+    certified: list[list[float]]
+
+    @property
+    def ratios(self) -> list[list[float]]:
+        """Certified ÷ worst found, ``[radius][head]``."""
+        rows = zip(self.certified, self.worst, strict=True)
+        return [[upper / lower if lower > 0 else 1.0 for upper, lower in zip(*row, strict=True)] for row in rows]
+
+
+def ladder_radii(x: Tensor, largest: float = 0.0) -> tuple[float, ...]:
+    """Radii up to the largest, which defaults to one per cent of the mean token norm."""
+    limit = largest or 0.01 * float(x.norm(dim=-1).mean())
+    return tuple(share * limit for share in SHARES)
+
+
+def ladder(
+    attention: AttentionMap,
+    x: Tensor,
+    radii: Sequence[float],
+    *,
+    steps: int = 20,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Ladder:
+    """Every head on balls in which each token moves by at most the radius: measured ≤ worst found ≤ certified.
+
+    sup ‖J‖ over the ball is at least the proved lower end at the input and the maximum that a search finds in the ball,
+    and at most the certificate. Balls grow with the radius, so a value found in one counts in all larger ones.
+
+    >>> import torch, howsmooth as hs
+    >>> attention = hs.SelfAttention.random(8, heads=2).in_dtype(torch.float64)
+    >>> found = ladder(attention, torch.eye(4, 8).double(), (0.01, 0.1), steps=20)
+    >>> rungs = zip(found.measured, *found.worst, found.certified[-1])
+    >>> all(a <= b <= c <= d for a, b, c, d in rungs)
+    True
+    """
+    x = x.double()
+    at = HeadsAt(attention, x, stored=True)
+    here = enclose_heads(at)
+    worst, certified = [[head.lower for head in here]], []
+    for radius in radii:
+        progress(f"radius {radius:.3g}")
+        certified.append([head.upper for head in enclose_heads_around(at, move_radii(len(x), radius, None), here)])
+        found = [_worst_found(attention, x, radius, head, steps) for head in range(attention.heads)]
+        worst.append([max(pair) for pair in zip(worst[-1], found, strict=True)])
+    norm = float(x.norm(dim=-1).mean())
+    return Ladder(tuple(radii), norm, steps, worst[0], worst[1:], certified)
+
+
+def _worst_found(attention: AttentionMap, x: Tensor, radius: float, head: int, steps: int) -> float:
+    over = Around(x, radius)
+    return worst_case(attention, over=over, start=x, head=head, starts=1, steps=steps, constructions=False).value
