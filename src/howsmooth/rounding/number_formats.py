@@ -22,7 +22,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -33,23 +33,21 @@ from howsmooth.errors import InvalidInput
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 """The values of e2m1 (OCP Microscaling Formats v1.0, table 4), by code; the sign is a bit of its own."""
 _FP4_MIDDLES = (FP4[1:] + FP4[:-1]) / 2
-LARGEST_SCALE = float(torch.finfo(torch.float16).max)
-
-
-def to_integers(x: Tensor, scale: Tensor, most: int) -> Tensor:
-    """s·clip(round(x/s), −most, most), and 0 where the scale is 0."""
-    return torch.where(scale > 0, (x / scale).round_().clamp_(-most, most) * scale, 0.0)
-
-
-def to_offset_integers(x: Tensor, scale: Tensor, offset: Tensor, most: int) -> Tensor:
-    """m + s·clip(round((x − m)/s), 0, most), and m where the scale is 0."""
-    return torch.where(scale > 0, ((x - offset) / scale).round_().clamp_(0, most) * scale + offset, offset)
+Kind = Literal["integer", "cast", "scaled", "mxfp4", "nvfp4"]
+Scope = Literal["token", "channel", "tensor", "none"]
+SCOPES = get_args(Scope)
+_DTYPES = {
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 def to_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x as the nearest number of a floating dtype, saturated (torch's cast to e4m3 gives NaN beyond 448)."""
-    most = torch.finfo(dtype).max
-    return x.clamp(-most, most).to(dtype).float()
+    largest = torch.finfo(dtype).max
+    return x.clamp(-largest, largest).to(dtype).float()
 
 
 def to_fp4(x: Tensor) -> Tensor:
@@ -67,8 +65,8 @@ def to_fp4(x: Tensor) -> Tensor:
 
 
 def stored_scale(size: Tensor) -> Tensor:
-    """A scale (or offset) as the float16 that stands beside the codes."""
-    return size.clamp(-LARGEST_SCALE, LARGEST_SCALE).half().float()
+    """A scale (or offset) as the float16 that is stored beside the codes."""
+    return to_dtype(size, torch.float16)
 
 
 def power_of_two_scale(largest: Tensor) -> Tensor:
@@ -85,21 +83,9 @@ def two_level_scale(largest: Tensor, whole: Tensor) -> Tensor:
     return inner * outer
 
 
-def check_finite_cache(x: Tensor, what: str) -> None:
-    """Refuse a cache that holds NaN or infinity: rounding would spread it over its scale."""
-    if not bool(torch.isfinite(x).all()):
-        raise InvalidInput(f"{what} hold NaN or infinity, which no format can round: check the model's weights.")
-
-
-Kind = Literal["integer", "cast", "scaled", "mxfp4", "nvfp4"]
-Scope = Literal["token", "channel", "tensor", "none"]
-SHARES_SCALE = ("token", "channel", "tensor", "none")
-_DTYPES = {
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+def scaled(x: Tensor, scale: Tensor, nearest: Callable[[Tensor], Tensor]) -> Tensor:
+    """s·nearest(x/s), and 0 where the scale is 0."""
+    return torch.where(scale > 0, nearest(x / scale) * scale, 0.0)
 
 
 @dataclass(frozen=True)
@@ -134,12 +120,12 @@ class Format:
         'int4[per=channel,group=32]'
         """
         entry = NUMBER_FORMATS[self.base]
-        said = [] if self.symmetric == entry.symmetric else ["symmetric" if self.symmetric else "asymmetric"]
+        options = [] if self.symmetric else ["asymmetric"]
         for option in ("per", "group", "first", "rotary"):
             value = getattr(self, option)
             if value != getattr(entry, option):
-                said.append(f"{option}={value}")
-        return f"{self.base}[{','.join(said)}]" if said else self.base
+                options.append(f"{option}={value}")
+        return f"{self.base}[{','.join(options)}]" if options else self.base
 
     def bits_per_number(self, width: int, tokens: int, heads: int = 1) -> float:
         """Bits per cached number in a window, scales and exact tokens (16 bits each number) included.
@@ -177,7 +163,8 @@ class Format:
         tensor([[[ 1.,  0., -1.,  0.]]])
         """
         self.check(x.shape[-1])
-        check_finite_cache(x, what)
+        if not bool(x.isfinite().all()):  # it would spread over its scale
+            raise InvalidInput(f"{what} hold NaN or infinity, which no format can round: check the model's weights.")
         kept, rest = x[..., : self.first, :], x[..., self.first :, :].float()
         if not rest.numel():
             return x.clone()
@@ -195,28 +182,22 @@ class Format:
     def _in_scope(self, x: Tensor, whole: Tensor, dims: tuple[int, ...]) -> Tensor:
         """x rounded with one scale for every run along ``dims``; ``whole`` is the tensor it is part of."""
         largest = x.abs().amax(dims, keepdim=True)
-        if self.kind == "cast":
-            return to_dtype(x, _DTYPES[self.base])
-        if self.kind == "scaled":
-            return _scaled(x, largest / torch.finfo(_DTYPES[self.base]).max, self._to_own_dtype)
-        if self.kind == "mxfp4":
-            return _scaled(x, power_of_two_scale(largest), to_fp4)
-        if self.kind == "nvfp4":
-            return _scaled(x, two_level_scale(largest, whole.abs().amax()), to_fp4)
+        match self.kind:
+            case "cast":
+                return to_dtype(x, _DTYPES[self.base])
+            case "scaled":
+                dtype = _DTYPES[self.base]
+                return scaled(x, largest / torch.finfo(dtype).max, partial(to_dtype, dtype=dtype))
+            case "mxfp4":
+                return scaled(x, power_of_two_scale(largest), to_fp4)
+            case "nvfp4":
+                return scaled(x, two_level_scale(largest, whole.abs().amax()), to_fp4)
         if self.symmetric:
-            most = 2 ** (self.bits - 1) - 1
-            return to_integers(x, stored_scale(largest / most), most)
-        least = x.amin(dims, keepdim=True)
-        most = 2**self.bits - 1
-        scale = stored_scale((x.amax(dims, keepdim=True) - least) / most)
-        return to_offset_integers(x, scale, stored_scale(least), most)
-
-    def _to_own_dtype(self, x: Tensor) -> Tensor:
-        return to_dtype(x, _DTYPES[self.base])
-
-
-def _scaled(x: Tensor, scale: Tensor, nearest: Callable[[Tensor], Tensor]) -> Tensor:
-    return torch.where(scale > 0, nearest(x / scale) * scale, 0.0)
+            code = 2 ** (self.bits - 1) - 1
+            return scaled(x, stored_scale(largest / code), lambda z: z.round().clamp(-code, code))
+        lowest, code = x.amin(dims, keepdim=True), 2**self.bits - 1
+        scale, offset = stored_scale((x.amax(dims, keepdim=True) - lowest) / code), stored_scale(lowest)
+        return offset + scaled(x - offset, scale, lambda z: z.round().clamp(0, code))
 
 
 _integer = partial(Format, kind="integer", per="token")
@@ -274,7 +255,7 @@ def _with_option(entry: Format, option: str, whole: str) -> Format:
         if entry.kind != "integer":
             raise InvalidInput(f"{shown(whole)}: only integers are symmetric or asymmetric.")
         return replace(entry, symmetric=option == "symmetric")
-    if name == "per" and value in SHARES_SCALE:
+    if name == "per" and value in SCOPES:
         return _with_scope(entry, value, whole)
     if name in ("group", "first") and re.fullmatch("[0-9]{1,9}", value) and int(value) >= (name == "group"):
         if name == "group" and (entry.per not in ("token", "channel") or entry.kind in ("mxfp4", "nvfp4")):
@@ -283,7 +264,7 @@ def _with_option(entry: Format, option: str, whole: str) -> Format:
     if name == "rotary" and value in ("after", "before"):
         return replace(entry, rotary=value)  # type: ignore[arg-type]
     raise InvalidInput(
-        f"{shown(whole)}: brackets take asymmetric, per={'|'.join(SHARES_SCALE)}, group=NUMBER, first=NUMBER and "
+        f"{shown(whole)}: brackets take asymmetric, per={'|'.join(SCOPES)}, group=NUMBER, first=NUMBER and "
         f"rotary=before|after, not {shown(option)}."
     )
 

@@ -116,7 +116,7 @@ class RoundedModel:
         if self.causal:
             return torch.log_softmax(output.logits[0].double(), dim=-1)
         mean = output.hidden_states[-1][0].double().mean(0)
-        return mean / torch.linalg.vector_norm(mean)
+        return mean / mean.norm()
 
     def damage(self, exact: Tensor, rounded: Tensor) -> float:
         """KL in nats per token, or 1 − cosine, between two outcomes."""
@@ -239,16 +239,23 @@ def sampled_scores(reader: RoundedModel, formats: Sequence[Format], samples: Cou
     (torch.Size([2, 2, 2]), True)
     """
     changes, probes = list[Tensor](), list[Tensor]()
-    rotaries, layers = reader.rotaries, Layers(len(reader.sites))
+    layers = Layers(len(reader.sites))
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
         attention, layer = eager_attention(module), layers.next()
-        output, weights = attention(module, query, key, value, *args, **options)
-        changes.append(
-            _changes(attention, module, query, key, value, args, options, output, formats, rotaries[layer], layer)
-        )
+
+        def output_of(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+            return attention(module, query, key, value, *args, **options)
+
+        output, weights = output_of(key, value)
+        with torch.no_grad():  # of rounding keys or values alone, (2, formats, n, heads, v)
+            keys = [read_back(key, "key", form, reader.rotaries[layer], layer) for form in formats]
+            values = [read_back(value, "value", form, None, layer) for form in formats]
+            rounded = [*((one, value) for one in keys), *((key, one) for one in values)]
+            moved = torch.cat([output_of(*held)[0] - output for held in rounded])
+            changes.append(moved.view(len(PARTS), len(formats), moved.shape[1], query.shape[1], -1))
         probe = torch.zeros_like(output, requires_grad=True)
         probes.append(probe)
         return output + probe, weights
@@ -257,45 +264,13 @@ def sampled_scores(reader: RoundedModel, formats: Sequence[Format], samples: Cou
         output = run_whole(reader)
         layers.check_all(reader.model)
         target = output.logits[0] if reader.causal else reader.read(output)
-        with torch.no_grad():
-            outcome = reader.read(output)
+        outcome = reader.read(output).detach()
         products = []
         for cotangent in _cotangents(reader, outcome, target.dtype, samples, seed):
             gradients = torch.autograd.grad(target, probes, cotangent, retain_graph=True)
-            products.append(
-                torch.stack([_product(change, gradient) for change, gradient in zip(changes, gradients, strict=True)])
-            )
-    group = reader.sites[0].attention.heads // reader.sites[0].attention.kv_heads
-    return Scores(torch.stack(products), reader.tokens, group)
-
-
-@torch.no_grad()
-def _changes(
-    attention: Any,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    args: tuple[Any, ...],
-    options: dict[str, Any],
-    output: Tensor,
-    formats: Sequence[Format],
-    rotary: Any,
-    layer: int,
-) -> Tensor:
-    """The change of the heads by rounding keys or values alone, ``(2, formats, n, heads, v)``."""
-    query, key, value, output = (t.detach() for t in (query, key, value, output))
-    heads = query.shape[1]
-    changes = []
-    for part in PARTS:
-        for form in formats:
-            held = (
-                read_back(key, part, form, rotary, layer) if part == "key" else key,
-                read_back(value, part, form, None, layer) if part == "value" else value,
-            )
-            moved = attention(module, query, *held, *args, **options)[0] - output
-            changes.append(moved.reshape(moved.shape[1], heads, -1))
-    return torch.stack(changes).unflatten(0, (len(PARTS), len(formats)))
+            products.append(torch.stack([_product(*pair) for pair in zip(changes, gradients, strict=True)]))
+    attention = reader.sites[0].attention
+    return Scores(torch.stack(products), reader.tokens, attention.heads // attention.kv_heads)
 
 
 def _cotangents(reader: RoundedModel, outcome: Tensor, dtype: torch.dtype, samples: int, seed: int) -> Iterator[Tensor]:
