@@ -222,4 +222,4 @@ def test_a_row_that_sees_one_token_only_has_no_others() -> None:
     others = ball.leave_one_out(torch.zeros(1, dtype=torch.long))
     assert float(others.loads[0, 0].sum()) == 0.0
     assert bool(others.size.isfinite().all() and others.centres.isfinite().all())
-    assert bool(ball.change().isfinite().all())
+    assert bool(ball.change.isfinite().all())

@@ -263,6 +263,7 @@ class HeadBall(PerturbedHeads):
         bound = norm * self.value + torch.minimum(diagonal, from_input) + self.key_path_norm()
         return nowhere_nan(bound * self.group.allowance)
 
+    @cached_property
     def change(self) -> Tensor:
         """≥ ‖J − J⁰‖ on the ball, ``(g,)``."""
         values, keys, queries = self.block_changes

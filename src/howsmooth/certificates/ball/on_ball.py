@@ -25,7 +25,13 @@ from howsmooth.certificates.ball.block_ball import LIMIT, BlockBall
 from howsmooth.certificates.ball.head_ball import HeadBall
 from howsmooth.certificates.ball.nonlinear_ball import nonlinear_bound
 from howsmooth.certificates.network.parts_ir import check_attention_unchanged
-from howsmooth.certificates.point.enclosure import Enclosure, enclose_block, enclose_heads, norm_of_head_sum
+from howsmooth.certificates.point.enclosure import (
+    Enclosure,
+    enclose_block,
+    enclose_heads,
+    norm_of_head_sum,
+    sum_of_heads,
+)
 from howsmooth.certificates.point.head_gram import HeadsAt
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.function_checks import check_tokens
@@ -46,90 +52,68 @@ def enclose_heads_around(at: HeadsAt, moves: Tensor, here: Sequence[Enclosure] |
     ``here`` are the enclosures at x itself, where they are known.
     """
     here = enclose_heads(at) if here is None else here
-    return _enclosures(here, *upper_ends(at, moves, _uppers(here)))
+    return _enclosures(here, at, moves, head_balls(at, moves))
 
 
-def upper_ends(at: HeadsAt, moves: Tensor, here: Tensor) -> tuple[Tensor, list[str]]:
+def _enclosures(here: Sequence[Enclosure], at: HeadsAt, moves: Tensor, balls: Sequence[HeadBall]) -> list[Enclosure]:
+    """The ends on the ball; the lower ends are those at the input."""
+    uppers, methods = upper_ends(at, moves, balls, torch.tensor([head.upper for head in here], dtype=torch.float64))
+    ends = zip(here, uppers.tolist(), methods, strict=True)
+    return [Enclosure(head.lower, max(upper, head.upper), method) for head, upper, method in ends]
+
+
+def upper_ends(at: HeadsAt, moves: Tensor, balls: Sequence[HeadBall], here: Tensor) -> tuple[Tensor, list[str]]:
     """The smallest proved bound of every head on the ball, ``(heads,)``, and its method; ``here`` are ends at x."""
-    if _is_nonlinear(at.map):
+    if not balls:
         return nonlinear_bound(at, moves), ["curved paths"] * at.map.heads
-    balls = head_balls(at, moves)
-    return _minimum(balls, _changes(balls), at, here)
+    where = _setting(at, balls[0].eps)
+    candidates = {
+        "from the input": here + torch.cat([ball.change for ball in balls]),
+        "rows stay distributions": torch.cat([ball.norm() for ball in balls]),
+        "three paths": torch.cat([three_path_ball_of(ball.group, where) for ball in balls]),
+    }
+    minimum, which = torch.stack(list(candidates.values())).min(0)
+    return minimum, [list(candidates)[index] for index in which.tolist()]
 
 
 def enclose_block_around(at: HeadsAt, moves: Tensor) -> Enclosure:
     """The whole map: its value at x plus the change of all heads, or the sum of the heads if that is smaller."""
     if at.map.heads == 1:
         return enclose_heads_around(at, moves)[0]
-    here = enclose_heads(at)
-    block = enclose_block(at, here)
-    if _is_nonlinear(at.map):
-        heads, together = enclose_heads_around(at, moves, here), torch.inf
-    else:
-        balls = head_balls(at, moves)
-        changes = _changes(balls)
-        heads = _enclosures(here, *_minimum(balls, changes, at, _uppers(here)))
-        together = (block.upper + _block_change(balls, changes, at)) * (1 + gamma(2))
+    here, balls = enclose_heads(at), head_balls(at, moves)
+    block, heads = enclose_block(at, here), _enclosures(here, at, moves, balls)
+    together = (block.upper + _block_change(balls, at)) * (1 + gamma(2))
     apart = norm_of_head_sum(at.map, [head.upper for head in heads])
     if together <= apart:
         return Enclosure(block.lower, together, "from the input")
-    return Enclosure(
-        block.lower, max(apart, block.upper), "sum of heads: " + ", ".join(sorted({h.method for h in heads}))
-    )
+    return Enclosure(block.lower, max(apart, block.upper), sum_of_heads(heads))
 
 
-def _minimum(balls: Sequence[HeadBall], changes: Tensor, at: HeadsAt, here: Tensor) -> tuple[Tensor, list[str]]:
-    """The minimum of the three bounds of every head, and its method."""
-    where = _setting(at, balls[0].eps)
-    candidates = {
-        "from the input": here + changes,
-        "rows stay distributions": torch.cat([ball.norm() for ball in balls]),
-        "three paths": torch.cat([three_path_ball_of(ball.group, where) for ball in balls]),
-    }
-    least, which = torch.stack(list(candidates.values())).min(0)
-    return least, [list(candidates)[index] for index in which.tolist()]
-
-
-def _enclosures(here: Sequence[Enclosure], uppers: Tensor, methods: list[str]) -> list[Enclosure]:
-    """The ends on the ball; the lower ends are those at the input."""
-    ends = zip(here, uppers.tolist(), methods, strict=True)
-    return [Enclosure(head.lower, max(upper, head.upper), method) for head, upper, method in ends]
-
-
-def _uppers(here: Sequence[Enclosure]) -> Tensor:
-    return torch.tensor([head.upper for head in here], dtype=torch.float64)
-
-
-def _block_change(balls: Sequence[HeadBall], changes: Tensor, at: HeadsAt) -> float:
+def _block_change(balls: Sequence[HeadBall], at: HeadsAt) -> float:
     """‖J − J⁰‖ of the whole map on the ball."""
+    if not balls:
+        return torch.inf
     attention, x = at.map, at.x
-    by_heads = norm_of_head_sum(attention, changes.tolist())
+    by_heads = norm_of_head_sum(attention, torch.cat([ball.change for ball in balls]).tolist())
     if attention.heads * len(x) ** 2 * max(x.shape[-1], attention.out_features) > LIMIT:
         return by_heads
     with torch.no_grad():
         return min(by_heads, BlockBall(attention, balls).change())
 
 
-def _changes(balls: Sequence[HeadBall]) -> Tensor:
-    """‖J − J⁰‖ on the ball for every head, ``(heads,)``."""
-    return torch.cat([ball.change() for ball in balls])
-
-
 def head_balls(at: HeadsAt, moves: Tensor) -> list[HeadBall]:
-    """The heads on a ball around x, in groups."""
+    """The heads on a ball around x, in groups; none where queries, keys or values are nonlinear, logits are capped, or
+    weights are no distributions."""
+    attention = at.map
+    stages = (*attention.query_stages, *attention.key_stages, *attention.value_stages)
+    if attention.kind != "dot_product" or attention.softcap is not None or not all(stage.linear for stage in stages):
+        return []
     where = _setting(at, float(moves.max()))
     return [HeadBall(group, moves.double(), *where.norms(group)) for (group,) in at.groups()]
 
 
 def _setting(at: HeadsAt, eps: float) -> Setting:
     return Setting(at.map, len(at.x), None, at.x, eps)
-
-
-def _is_nonlinear(attention: AttentionMap) -> bool:
-    """Whether queries, keys or values are nonlinear, logits are capped, or weights are no distributions."""
-    stages = (*attention.query_stages, *attention.key_stages, *attention.value_stages)
-    linear = all(stage.linear for stage in stages)
-    return attention.kind != "dot_product" or attention.softcap is not None or not linear
 
 
 def move_radii(n: int, radius: float, tokens: Sequence[int] | None) -> Tensor:
@@ -168,11 +152,7 @@ def certified_constants(
     >>> bounds.shape, x.grad.shape
     (torch.Size([2]), torch.Size([5, 8]))
     """
-    check_tensor(x, "x")
-    check_finite(x, "x")
-    check_tokens(x)
-    if x.dim() != 2:
-        raise InvalidInput(f"one input (n, d) is certified at a time, got shape {tuple(x.shape)}.")
+    check_one_input(x)
     check_attention_unchanged(attention, "attention")
     x, moves = x.double(), move_radii(len(x), radius, tokens)
     at = HeadsAt(attention, x, stored=True)
@@ -184,7 +164,16 @@ def certified_constants(
         assert vectors.right is not None
     value = torch.cat([bilinear(group, vectors.left[group.heads], vectors.right[group.heads]) for group in groups])
     upper = value - value.detach() + value.new_tensor([head.upper for head in here])
-    return torch.maximum(upper, upper_ends(at, moves, upper)[0]) if bool(moves.any()) else upper
+    return torch.maximum(upper, upper_ends(at, moves, head_balls(at, moves), upper)[0]) if bool(moves.any()) else upper
+
+
+def check_one_input(x: Tensor) -> None:
+    """Refuse all but the tokens ``(n, d)`` of one input."""
+    check_tensor(x, "x")
+    check_finite(x, "x")
+    check_tokens(x)
+    if x.dim() != 2:
+        raise InvalidInput(f"one input (n, d) is certified at a time, got shape {tuple(x.shape)}.")
 
 
 def bilinear(group: Paths, left: Tensor, right: Tensor) -> Tensor:

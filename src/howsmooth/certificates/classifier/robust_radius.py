@@ -37,7 +37,7 @@ class Classifier:
     Attributes:
         pool: o(p). direct: E ``(classes, m)``; direct_offset: e. hidden: G ``(k, m)``; hidden_offset: g.
         out: F ``(classes, k)``.
-        sizes: bounds on |κ|, |s|, |U|, |u| with absolute values inside every product they were folded from.
+        sizes: the pool with absolute values inside every product it was folded from: bounds on |κ|, |s|, |U|, |u|.
     """
 
     pool: PooledAttention
@@ -46,7 +46,7 @@ class Classifier:
     hidden: Tensor
     hidden_offset: Tensor
     out: Tensor
-    sizes: tuple[Tensor, Tensor, Tensor, Tensor]
+    sizes: PooledAttention
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """The logits."""
@@ -59,8 +59,8 @@ class Classifier:
         """≥ the rounding error of a margin or a hidden value on the ball."""
         pool = self.pool
         reach = torch.cat([tokens.new_zeros(pool.fixed, tokens.shape[-1]), tokens.abs() + radius])
-        logits, rows = _largest(reach, pool.keys, pool.key_offsets, pool.values, pool.value_offsets)
-        folded_logits, folded_rows = _largest(reach, *self.sizes)
+        logits, rows = _largest(reach, pool)
+        folded_logits, folded_rows = _largest(reach, self.sizes)
         heads, width, d = pool.values.shape
         count = pool.key_offsets.shape[-1]
         folding = gamma(8 * (width * heads + width + d))
@@ -73,12 +73,10 @@ class Classifier:
         return 2 * float(torch.maximum(total.amax(), hidden.amax()))
 
 
-def _largest(
-    reach: Tensor, keys: Tensor, key_offsets: Tensor, values: Tensor, value_offsets: Tensor
-) -> tuple[Tensor, Tensor]:
+def _largest(reach: Tensor, pool: PooledAttention) -> tuple[Tensor, Tensor]:
     """≥ every |logit|, ``(heads,)``, and every |coordinate| of a row, ``(heads, m)``, for |tokens| ≤ reach."""
-    logits = keys.abs() @ reach.mT + key_offsets.abs()
-    return logits.amax(-1), (reach @ values.abs().mT + value_offsets.abs()).amax(1)
+    logits = pool.keys.abs() @ reach.mT + pool.key_offsets.abs()
+    return logits.amax(-1), (reach @ pool.values.abs().mT + pool.value_offsets.abs()).amax(1)
 
 
 class BallMargins:

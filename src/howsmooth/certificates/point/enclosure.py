@@ -83,7 +83,7 @@ def enclose_heads(at: HeadsAt) -> list[Enclosure]:
         return _three_path(at)
     bases, found = None if n * width <= CHOLESKY else _leading(attention, at.x), []
     for number, head in enumerate(at.blocks()):  # one at a time: they are large
-        if not _is_known(head):
+        if not math.isfinite(head.off):  # at huge logits
             return _three_path(at)
         unit = _unit([head])
         scaled = head.times(1 / unit)
@@ -100,13 +100,15 @@ def enclose_block(at: HeadsAt, heads: Sequence[Enclosure] | None = None) -> Encl
     attention, n, d = at.map, len(at.x), at.map.out_features
     if attention.heads > 1 and n * d > BLOCK:
         stacked = StackedHeads.of(at) if n * d <= STACKED else None
-        if stacked is not None and _is_known(stacked) and _LEAST < stacked.rounding < 1 / _LEAST:
-            return _stacked(stacked, attention, at.x)
+        if stacked is not None and math.isfinite(stacked.off) and _LEAST < stacked.rounding < 1 / _LEAST:
+            left = measure(attention, at.x.double(), k=min(BLOCK_DEFLATED, at.x.numel()), rtol=1e-2).left
+            assert left is not None
+            return _deflated(stacked, left.double().flatten(1).mT)
         return _sum_of_heads(at, heads)
     if attention.heads == 1:
         return enclose_heads(at)[0]
     heads_blocks = list(at.blocks(whole=True))
-    if not all(_is_known(head) for head in heads_blocks):
+    if not all(math.isfinite(head.off) for head in heads_blocks):
         return _sum_of_heads(at, heads)
     unit = _unit(heads_blocks)
     heads_blocks = [head.times(1 / unit) for head in heads_blocks]
@@ -118,11 +120,6 @@ def enclose_block(at: HeadsAt, heads: Sequence[Enclosure] | None = None) -> Encl
     size = sum(head.size for head in heads_blocks)
     rounding = gamma(8 * (dense.shape[1] + len(heads_blocks) + d)) * size**2
     return _factored(dense @ dense.mT, rounding, off).times(unit)
-
-
-def _is_known(blocks: HeadBlocks | StackedHeads) -> bool:
-    """Whether the bound on the rounding error of a Jacobian is finite, which it is not at huge logits."""
-    return math.isfinite(blocks.off)
 
 
 def _unit(heads: Sequence[HeadBlocks]) -> float:
@@ -138,47 +135,38 @@ def _unit(heads: Sequence[HeadBlocks]) -> float:
 def _sum_of_heads(at: HeadsAt, heads: Sequence[Enclosure] | None) -> Enclosure:
     heads = enclose_heads(at) if heads is None else heads
     upper, lower = norm_of_head_sum(at.map, [head.upper for head in heads]), float(measure(at.map, at.x).lower)
-    return Enclosure(lower, upper, "sum of heads: " + ", ".join(sorted({head.method for head in heads})))
+    return Enclosure(lower, upper, sum_of_heads(heads))
+
+
+def sum_of_heads(heads: Sequence[Enclosure]) -> str:
+    """The name of the method, with those of the heads."""
+    return "sum of heads: " + ", ".join(sorted({head.method for head in heads}))
 
 
 def _factored(gram: Tensor, rounding: float, off: float) -> Enclosure:
     value, vector = top_eigenvalue(gram)
-    upper = cholesky_bound(gram, value)
+    upper, method = cholesky_bound(gram, value), "cholesky"
     attained = float(vector @ (gram @ vector)) * (1 - gamma(4)) / float(vector @ vector)
     attained -= gamma(2 * len(gram)) * float(torch.linalg.matrix_norm(gram))
-    lower = max(attained - rounding, 0.0) ** 0.5 - off
-    method = "cholesky"
     if upper is None:  # nothing near the Ritz value holds: the norm of a matrix is at most its Frobenius norm
         upper, method = float(torch.linalg.matrix_norm(gram)) * (1 + gamma(gram.numel())), "frobenius"
-    return Enclosure(max(lower, 0.0) * (1 - gamma(8)), ((upper + rounding) ** 0.5 + off) * (1 + gamma(8)), method)
+    return _ends(attained, upper, rounding, off, method)
 
 
-def _deflated(head: HeadBlocks, basis: Tensor) -> Enclosure:
+def _deflated(blocks: HeadBlocks | StackedHeads, basis: Tensor) -> Enclosure:
+    """From ‖G‖_F² and GU of the Gram matrix G."""
     basis = torch.linalg.qr(basis).Q
-    squares, products = 0.0, []
-    for i in range(len(head.weights)):
-        rows = head.gram_rows(i)
-        squares += float(rows.square().sum())
-        products.append(rows @ basis)
-    squares *= 1 + gamma(rows.numel() + len(products))
-    return _from_sums(squares, basis, torch.cat(products), head.rounding, head.off)
+    squares, products = blocks.sums(basis)
+    rounding = 2 * blocks.rounding  # the rows are not made symmetric: twice the error covers both triangles
+    vector = basis[:, 0]
+    attained = float(vector @ products[:, 0]) - gamma(2 * len(vector)) * squares**0.5
+    return _ends(attained, deflated_bound(squares, basis, products, rounding), rounding, blocks.off, "deflation")
 
 
-def _stacked(heads: StackedHeads, attention: AttentionMap, x: Tensor) -> Enclosure:
-    left = measure(attention, x.double(), k=min(BLOCK_DEFLATED, x.numel()), rtol=1e-2).left
-    assert left is not None
-    basis = torch.linalg.qr(left.double().flatten(1).mT).Q
-    squares, products = heads.sums(basis)
-    return _from_sums(squares, basis, products, heads.rounding, heads.off)
-
-
-def _from_sums(squares: float, basis: Tensor, products: Tensor, rounding: float, off: float) -> Enclosure:
-    """By deflation, from ‖G‖_F² and GU of a Gram matrix G that is ``rounding`` off."""
-    rounding = 2 * rounding  # the rows are not made symmetric: twice the error covers both triangles
-    upper, vector = deflated_bound(squares, basis, products, rounding), basis[:, 0]
-    attained = float(vector @ products[:, 0]) - gamma(2 * len(vector)) * squares**0.5 - rounding
-    lower = (max(attained, 0.0) ** 0.5 - off) * (1 - gamma(8))
-    return Enclosure(max(lower, 0.0), ((upper + rounding) ** 0.5 + off) * (1 + gamma(8)), "deflation")
+def _ends(attained: float, upper: float, rounding: float, off: float, method: str) -> Enclosure:
+    """From a value uᵀĜu and a bound on ‖Ĝ‖."""
+    lower = (max(attained - rounding, 0.0) ** 0.5 - off) * (1 - gamma(8))
+    return Enclosure(max(lower, 0.0), ((upper + rounding) ** 0.5 + off) * (1 + gamma(8)), method)
 
 
 def _leading(attention: AttentionMap, x: Tensor) -> list[Tensor]:

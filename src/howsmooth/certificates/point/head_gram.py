@@ -114,6 +114,15 @@ class HeadBlocks:
         product = torch.cat([self.gram_rows(i) for i in range(len(self.weights))])
         return (product + product.mT) / 2
 
+    def sums(self, basis: Tensor) -> tuple[float, Tensor]:
+        """‖JJᵀ‖_F² and JJᵀU for U ``(n·k, r)``."""
+        squares, products = 0.0, []
+        for i in range(len(self.weights)):
+            rows = self.gram_rows(i)
+            squares += float(rows.square().sum())
+            products.append(rows @ basis)
+        return squares * (1 + gamma(rows.numel() + len(products))), torch.cat(products)
+
     @cached_property
     def _leans(self) -> Tensor:
         """e_ij = V_j t_ij, ``(n, n or 1, k)``."""
