@@ -19,7 +19,7 @@ from howsmooth.bounds.three_paths import PathsAt, paths
 from howsmooth.certificates import certified_constants
 from howsmooth.certificates.ball import on_ball
 from howsmooth.certificates.ball.head_ball import HeadBall
-from howsmooth.certificates.ball.nonlinear_ball import NonlinearBall, nonlinear_bound
+from howsmooth.certificates.ball.nonlinear_ball import NonlinearBall
 from howsmooth.certificates.ball.weight_perturbation import largest_mean
 from howsmooth.errors import DoesNotApply
 from howsmooth.sets.ellipsoid import Ellipsoid
@@ -139,7 +139,7 @@ def test_maps_without_a_proof_are_refused() -> None:
     attention = hs.SelfAttention.random(4)
     attention.query_stages.append(Squared())
     with pytest.raises(DoesNotApply, match="no bound around an input is proved for Squared"):
-        nonlinear_bound(PathsAt(attention, torch.ones(3, 4)), torch.full((3,), 0.1))
+        NonlinearBall(PathsAt(attention, torch.ones(3, 4)), torch.full((3,), 0.1))
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from howsmooth.bounds.own.three_path import (
     push_radii,
     root,
     spread_norm,
+    top,
 )
 from howsmooth.bounds.three_paths import Paths, distances, mixed_pairs
 from howsmooth.certificates.ball.weight_perturbation import (
@@ -36,7 +37,6 @@ from howsmooth.certificates.ball.weight_perturbation import (
     exponential_mean,
     largest_mean,
 )
-from howsmooth.certificates.point.proved_eigenvalue import largest_eigenvalues
 from howsmooth.numerics.roundoff import gamma
 
 _POWERS = (0.5, 0.75, 1.0)
@@ -235,10 +235,10 @@ class PerturbedHeads(HeadGeometry):
         values, keys, roots = self.centred_values(), self.centred_keys(), root(mixture)
         grams = (values @ values.mT) * (keys @ keys.mT) * (roots[..., None] * roots[..., None, :])
         trace = (mixture * (self.value_distances * self.key_distances).square()).sum(-1)
-        top = largest_eigenvalues(grams) + gamma(16 * sum(keys.shape[-2:])) * trace
+        largest = top(grams) + gamma(16 * sum(keys.shape[-2:])) * trace
         off = self.value_radius[..., None] * self.key_distances
         off = root((mixture * (off + self.key_radius[..., None] * self.value_distances).square()).sum(-1))
-        return nowhere_nan(self.moves * (root(top) + off + 0.5 * mean_shift * self.key_moment(mixture).sqrt()))
+        return nowhere_nan(self.moves * (root(largest) + off + 0.5 * mean_shift * self.key_moment(mixture).sqrt()))
 
     def leave_one_out(self, keys: Tensor) -> LeaveOneOut:
         """The rows without one token of every head, ``keys (g,)``."""
@@ -378,10 +378,10 @@ class HeadBall(PerturbedHeads):
         weights, push = group.weights * mask * mean_shift, group.push
         trace = (weights.square().sum(-1) * self.push_lengths[..., 0].square()).sum(-1)  # from above, for its rounding
         gram = (weights @ weights.mT) * (push @ push.mT)
-        top = largest_eigenvalues(gram) + gamma(16 * sum(push.shape[1:])) * trace
+        largest = top(gram) + gamma(16 * sum(push.shape[1:])) * trace
         off = torch.expm1(group.radii.weights)[..., None] * self.push_lengths + push_radii(group)
         return (
-            root(top)
+            root(largest)
             + nonnegative_norm(weights * off)
             + nonnegative_norm(self.weight_change * mask * mean_shift * self.push_lengths)
         )

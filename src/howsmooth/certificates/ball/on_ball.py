@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from howsmooth.bounds.question_setting import Setting
 from howsmooth.bounds.three_paths import Paths
 from howsmooth.certificates.ball.block_ball import LIMIT, BlockBall
 from howsmooth.certificates.ball.head_ball import HeadBall
-from howsmooth.certificates.ball.nonlinear_ball import nonlinear_bound
+from howsmooth.certificates.ball.nonlinear_ball import NonlinearBall
 from howsmooth.certificates.network.parts_ir import check_attention_unchanged
 from howsmooth.certificates.point.enclosure import (
     Enclosure,
@@ -65,7 +66,7 @@ def _enclosures(here: Sequence[Enclosure], at: HeadsAt, moves: Tensor, balls: Se
 def upper_ends(at: HeadsAt, moves: Tensor, balls: Sequence[HeadBall], here: Tensor) -> tuple[Tensor, list[str]]:
     """The smallest proved bound of every head on the ball, ``(heads,)``, and its method; ``here`` are ends at x."""
     if not balls:
-        return nonlinear_bound(at, moves), ["curved paths"] * at.map.heads
+        return NonlinearBall(at, moves).bound(), ["curved paths"] * at.map.heads
     where = _setting(at, balls[0].eps)
     candidates = {
         "from the input": here + torch.cat([ball.change for ball in balls]),
@@ -188,9 +189,11 @@ def bilinear(group: Paths, left: Tensor, right: Tensor) -> Tensor:
     >>> bool(torch.allclose(bilinear(group, u[None], v[None])[0], exact))
     True
     """
-    values = (group.value_map @ right[..., None])[..., 0]
-    queries = right if group.pull_map is None else (group.pull_map @ right[..., None])[..., 0]
-    keys = right if group.push_map is None else (group.push_map @ right[..., None])[..., 0]
+
+    def moved(maps: Tensor | None) -> Tensor:
+        return right if maps is None else (maps @ right[..., None])[..., 0]
+
+    values, queries, keys = map(moved, (group.value_map, group.pull_map, group.push_map))
     logits = queries @ group.pull.mT + group.push @ keys.mT
     away = left @ group.value.mT - (left * group.mean).sum(-1, keepdim=True)
     return (group.weights * (left @ values.mT)).sum((-2, -1)) + (group.slopes * logits * away).sum((-2, -1))
@@ -253,12 +256,8 @@ def ladder(
     for radius in radii:
         progress(f"radius {radius:.3g}")
         certified.append([head.upper for head in enclose_heads_around(at, move_radii(len(x), radius, None), here)])
-        found = [_worst_found(attention, x, radius, head, steps) for head in range(attention.heads)]
-        worst.append([max(pair) for pair in zip(worst[-1], found, strict=True)])
+        over = Around(x, radius)
+        search = partial(worst_case, attention, over=over, start=x, starts=1, steps=steps, constructions=False)
+        worst.append([max(found, search(head=head).value) for head, found in enumerate(worst[-1])])
     norm = float(x.norm(dim=-1).mean())
     return Ladder(tuple(radii), norm, steps, worst[0], worst[1:], certified)
-
-
-def _worst_found(attention: AttentionMap, x: Tensor, radius: float, head: int, steps: int) -> float:
-    over = Around(x, radius)
-    return worst_case(attention, over=over, start=x, head=head, starts=1, steps=steps, constructions=False).value

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -37,6 +36,8 @@ MIN_REMAINDER = 1e-100
 
 Moment = Callable[[Tensor], Tensor]
 """≥ ‖Σ_j w_ij a_ij a_ijᵀ‖ for weights ``(g, n, n)``, ``(g, n)``."""
+KeyMoment = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""≥ ‖Σ_j w_ij b_ij b_ijᵀ‖, ``(g, n)``, for weights and keys about centres with rounding errors up to a radius."""
 
 
 @dataclass(frozen=True)
@@ -161,12 +162,6 @@ def largest_mean(numbers: Tensor, low: Tensor, high: Tensor) -> Tensor:
     before = room.cumsum(-1) - room
     taken = torch.minimum((free - before).clamp_min(0.0), room)
     return ((floor + taken) * sorted_numbers).sum(-1) * (1 + gamma(8 * numbers.shape[-1]))
-
-
-class KeyMoment(Protocol):
-    """≥ ‖Σ_j w_ij b_ij b_ijᵀ‖, ``(g, n)``, for keys about centres with rounding errors up to a radius ``(g, n)``."""
-
-    def __call__(self, weights: Tensor, centres: Tensor, radius: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)

@@ -116,13 +116,9 @@ class Expansion:
         largest = torch.linalg.eigvalsh(self.covariance)[:, -1].clamp_min(0.0)
         return largest + len(self.covariance[0]) ** 2 * 2**-50  # LAPACK's backward error; the entries are at most ¼
 
-    def functionals(self, directions: Tensor) -> Functionals:
-        """The functionals a·o for every row a of ``(g, m)``."""
-        return Functionals(self, directions)
-
 
 class Functionals:
-    """Gradient, curvature and third derivative of functionals a·o at an input.
+    """Gradient, curvature and third derivative at an input of functionals a·o, for every row a of ``(g, m)``.
 
     Attributes:
         gradient: ``(g, n·d)``.

@@ -120,16 +120,16 @@ class PatchTransformer(nn.Module):
         tensors, words = {name: lazy[name] for name in lazy}, " ".join(map(str, metadata.values()))
         known_heads = re.search(r"(\d+) heads", words)
         known_norm = re.search(r"mean (\d*\.?\d+) and std (\d*\.?\d+)", words)
-        if heads is None and known_heads is None:
-            raise InvalidInput(f"{path} does not say how many heads it has: pass heads.")
-        if (mean is None or deviation is None) and known_norm is None:
-            raise InvalidInput(f"{path} does not say how pixels are normalised: pass mean and deviation.")
-        return cls(
-            tensors,
-            heads=int(known_heads[1]) if heads is None and known_heads else heads or 1,
-            mean=float(known_norm[1]) if mean is None and known_norm else mean or 0.0,
-            deviation=float(known_norm[2]) if deviation is None and known_norm else deviation or 1.0,
-        )
+        if heads is None:
+            if known_heads is None:
+                raise InvalidInput(f"{path} does not say how many heads it has: pass heads.")
+            heads = int(known_heads[1])
+        if mean is None or deviation is None:
+            if known_norm is None:
+                raise InvalidInput(f"{path} does not say how pixels are normalised: pass mean and deviation.")
+            mean = float(known_norm[1]) if mean is None else mean
+            deviation = float(known_norm[2]) if deviation is None else deviation
+        return cls(tensors, heads, mean, deviation)
 
     def _map(self, name: str) -> AffineLayer:
         affine = getattr(self, name)

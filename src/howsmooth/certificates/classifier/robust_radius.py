@@ -13,7 +13,7 @@ radius".
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -89,11 +89,10 @@ class BallMargins:
     def __init__(self, classifier: Classifier, tokens: Tensor, label: int, norm: float = 2):
         self.classifier, self.tokens, self.label, self.norm = classifier, tokens, label, norm
         self.point = classifier.pool.at(tokens)
-        self.neurons = self.point.functionals(classifier.hidden)
+        self.neurons = Functionals(self.point, classifier.hidden)
         size = self.neurons.gradient.norm(dim=-1, keepdim=True).clamp_min(1e-300)
         self._bends = self.neurons.hessian_product(self.neurons.gradient / size)
-        self.hidden = lru_cache(maxsize=None)(self._hidden)
-        self.noise = lru_cache(maxsize=None)(partial(classifier.noise, tokens))
+        self.hidden, self.noise = cache(self._hidden), cache(partial(classifier.noise, tokens))
         self._played: dict[int, tuple[Tensor, HiddenMoments]] = {}
 
     def _hidden(self, radius: float) -> HiddenBounds:
@@ -117,11 +116,6 @@ class BallMargins:
         """The dual norm along the last axis: the largest gain of a unit move."""
         return torch.linalg.vector_norm(gradients, ord={2: 2, 1: torch.inf, torch.inf: 1}[self.norm], dim=-1)
 
-    def margins(self) -> Tensor:
-        """The margins at the input itself."""
-        logits = self.classifier(self.tokens)
-        return logits[self.label] - logits
-
     def lower(self, other: int, radius: float, rounds: int = _ROUNDS) -> float:
         """A lower bound on the margin to another class on the whole ball."""
         net, hidden = self.classifier, self.hidden(radius)
@@ -144,7 +138,7 @@ class BallMargins:
     def _relaxed_lower(self, other: int, relaxed: ReluRelaxation, radius: float) -> tuple[float, Tensor, Tensor]:
         net = self.classifier
         direction = net.direct[self.label] - net.direct[other] + relaxed.coefficients @ net.hidden
-        margin = self.point.functionals(direction[None])
+        margin = Functionals(self.point, direction[None])
         constant = net.direct_offset[self.label] - net.direct_offset[other] + relaxed.coefficients @ net.hidden_offset
         value = margin.value[0] + constant + relaxed.constant
         bent = relaxed.squares != 0
@@ -171,10 +165,9 @@ class BallMargins:
 
     def radius(self) -> tuple[float, int]:
         """The largest radius found to be safe, and the class that limits it."""
-        margins = self.margins()
         net, on = self.classifier, self.neurons.value + self.classifier.hidden_offset > 0
-        logits = self.point.functionals(net.direct + (net.out * on) @ net.hidden).gradient
-        sizes = self.dual(logits[self.label] - logits)
+        logits, slopes = net(self.tokens), Functionals(self.point, net.direct + (net.out * on) @ net.hidden).gradient
+        margins, sizes = logits[self.label] - logits, self.dual(slopes[self.label] - slopes)
         reach = (margins / sizes.clamp_min(1e-300)).tolist()
         others = sorted((c for c in range(len(reach)) if c != self.label), key=lambda c: reach[c])
         if min(margins[c] for c in others) <= self.noise(0.0):

@@ -170,9 +170,13 @@ def _other(name: str) -> str:
 
 def _near(x: Tensor, reach: float) -> Tensor:
     """A random point about as far from x as a certificate reaches."""
-    move = torch.randn(x.shape, generator=random_stream(0, "agreement"), dtype=torch.float64, device="cpu")
+    move = _drawn(x, "agreement")
     size = 1 + float(x.norm())
     return x + min(max(reach, _NEAR * size), _FAR * size) * move / move.norm()
+
+
+def _drawn(like: Tensor, name: str) -> Tensor:
+    return torch.randn(like.shape, generator=random_stream(0, name), dtype=torch.float64, device="cpu")
 
 
 def _check_near(
@@ -202,9 +206,8 @@ def _with_slope(f: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tenso
     with torch.enable_grad():
         x = x.detach().clone().requires_grad_()
         value = _called(f, x)
-        generator = random_stream(0, "slopes")
-        weights = torch.randn(value.shape, generator=generator, dtype=torch.float64, device="cpu")
-        slope = torch.autograd.grad((value * weights).sum(), x, allow_unused=True)[0] if value.requires_grad else None
+        total = (value * _drawn(value, "slopes")).sum()
+        slope = torch.autograd.grad(total, x, allow_unused=True)[0] if value.requires_grad else None
     return value.detach(), torch.zeros_like(x) if slope is None else slope
 
 

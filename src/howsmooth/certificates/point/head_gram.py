@@ -216,15 +216,18 @@ class StackedHeads:
         narrow = outputs.shape[-2] > outputs.shape[-1]
         if not narrow or any(len(head.value) > 1 for head in heads):
             return None
-        bases = torch.linalg.qr(outputs).Q
+        n, k, d = heads[0].shape
+        size = k**0.5 * sum(head.size for head in heads)
+        turned = gamma(8 * outputs[0].numel()) * size  # Q off its exact self
         return cls(
-            torch.cat(list(bases), 1),
+            torch.cat(list(torch.linalg.qr(outputs).Q), 1),
             torch.stack([head.weights for head in heads]),
             torch.cat([head.value[0] for head in heads]),
             torch.stack([head.slopes[..., None] * head.apart for head in heads]),
             torch.stack([head.push for head in heads]),
             torch.cat([head.own for head in heads], 1),
-            *_errors(heads, outputs),
+            sum(head.off for head in heads) + turned,
+            4 * gamma(8 * (n + d + k * len(heads))) * size**2,
         )
 
     @cached_property
@@ -288,10 +291,3 @@ class StackedHeads:
             squares += float(2 * sizes.sum() - sizes[0])
             products.append(self.bases @ (rows @ inside).sum(0))
         return squares * (1 + gamma(n * n * out * out)), torch.cat(products)
-
-
-def _errors(heads: list[HeadBlocks], outputs: Tensor) -> tuple[float, float]:
-    n, k, d = heads[0].shape
-    size = k**0.5 * sum(head.size for head in heads)
-    turned = gamma(8 * outputs[0].numel()) * size  # Q off its exact self
-    return sum(head.off for head in heads) + turned, 4 * gamma(8 * (n + d + k * len(heads))) * size**2
