@@ -124,7 +124,8 @@ def rounding_noise(
     tell("in low precision")
     low: Any = copy.deepcopy(opened.model)
     low.to(DTYPES[dtype])
-    paths = _layer_paths(opened.model, targets)
+    names = {module: name for name, module in opened.model.named_modules()}
+    paths = [names[module] for module in targets.modules]
     free = _stream(low, paths, opened.inputs(window), None)
     forced = _stream(low, paths, opened.inputs(window), exact)
     _check_finite(opened.name, dtype, free, forced)
@@ -166,12 +167,6 @@ def _row(exact: Tensor, free: Tensor, errors: Tensor) -> tuple[Tensor, ...]:
         energies.max() / energies.sum(),
         energies.argmax() - 1,
     )
-
-
-def _layer_paths(model: nn.Module, targets: Targets) -> list[str]:
-    """The names of the layers in the model."""
-    names = {module: name for name, module in model.named_modules()}
-    return [names[module] for module in targets.modules]
 
 
 @alone

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from howsmooth._util.validation import check_number, check_tensor, validated
 from howsmooth.errors import InvalidInput
-from howsmooth.rounding.kv_cache import PARTS, Choice
+from howsmooth.rounding.kv_cache import PARTS
 from howsmooth.rounding.number_formats import Format
 from howsmooth.rounding.rounded_model import Assignment
 
@@ -46,10 +46,11 @@ class Allocation:
     @property
     def assignment(self) -> Assignment:
         """As `RoundedModel.outcome` takes it."""
-        named: list[list[list[Choice]]] = [
-            [[self.formats[index] for index in heads] for heads in parts] for parts in self.choice.tolist()
-        ]
-        return {(layer, part): tuple(row[p]) for layer, row in enumerate(named) for p, part in enumerate(PARTS)}
+        return {
+            (layer, part): tuple(self.formats[index] for index in heads)
+            for layer, parts in enumerate(self.choice.tolist())
+            for part, heads in zip(PARTS, parts, strict=True)
+        }
 
     def by_layer(self, part: str) -> list[list[str]]:
         """Names of the formats of the heads of every layer; one name where all heads agree."""

@@ -73,11 +73,10 @@ class Cache:
         query, key, value = (part[0].double() for part in attention.staged(x[None]))
         group = attention.heads // attention.kv_heads
         factor = torch.linalg.qr(attention.output_weight.double().mT).R.mT
-        rotary = next((stage for stage in attention.key_stages if isinstance(stage, Rotary)), None)
         heads, n, _ = query.shape
         attention.terms.check(n, heads, 1)
         bias = attention.terms.added_to(query.new_zeros(1, n, n), Maps.every(1, heads, n, query))
-        return cls(query, key[::group], value[::group], bias, factor, attention.softcap, rotary, layer)
+        return cls(query, key[::group], value[::group], bias, factor, attention.softcap, key_rotary(attention), layer)
 
     @property
     def group(self) -> int:
@@ -108,6 +107,11 @@ class Cache:
         """Keys or values as they are read back, one format for all heads or one for each."""
         held = self.key if part == "key" else self.value
         return read_back(held, part, choices, self.rotary, self.layer)
+
+
+def key_rotary(attention: AttentionMap) -> Rotary | None:
+    """The rotary positions of the keys."""
+    return next((stage for stage in attention.key_stages if isinstance(stage, Rotary)), None)
 
 
 def read_back(

@@ -165,10 +165,10 @@ class Format:
         self.check(x.shape[-1])
         if not bool(x.isfinite().all()):  # it would spread over its scale
             raise InvalidInput(f"{what} hold NaN or infinity, which no format can round: check the model's weights.")
-        kept, rest = x[..., : self.first, :], x[..., self.first :, :].float()
+        exact, rest = x[..., : self.first, :], x[..., self.first :, :].float()
         if not rest.numel():
             return x.clone()
-        return torch.cat([kept, self._rounded(rest).to(x.dtype)], dim=-2)
+        return torch.cat([exact, self._rounded(rest).to(x.dtype)], dim=-2)
 
     def _rounded(self, x: Tensor) -> Tensor:
         if self.per in ("none", "tensor"):

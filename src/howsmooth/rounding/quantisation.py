@@ -327,6 +327,6 @@ def checks(choices: Choices, windows: Sequence[Tensors]) -> tuple[Check, ...]:
     damage = torch.stack([one["damage"] for one in windows], -1).tolist()
     loss = torch.stack([one["loss"] for one in windows], -1).tolist() or [[] for _ in choices]
     return tuple(
-        Check(name, choice, tuple(some), tuple(said))
-        for (name, choice), some, said in zip(choices.items(), damage, loss, strict=True)
+        Check(name, choice, tuple(damages), tuple(losses))
+        for (name, choice), damages, losses in zip(choices.items(), damage, loss, strict=True)
     )

@@ -38,7 +38,7 @@ from howsmooth.models import CapturedSite, capture
 from howsmooth.models.attention_interface import attention_computed_by, eager_attention
 from howsmooth.models.captured_sites import check_request
 from howsmooth.models.forward_pass import run_model
-from howsmooth.rounding.kv_cache import PARTS, Cache, Choice, read_back
+from howsmooth.rounding.kv_cache import PARTS, Cache, Choice, key_rotary, read_back
 from howsmooth.rounding.number_formats import Format
 
 if TYPE_CHECKING:
@@ -88,9 +88,8 @@ class RoundedModel:
         causal = Cache.of(sites[0]).causal
         if causal and model.get_output_embeddings() is None:
             raise InvalidInput(f"{type(model).__name__} has no language-model head: open it with head=True.")
-        stages = [plain_map(site.attention, "rounding").key_stages for site in sites]
-        rotaries = [next((stage for stage in some if isinstance(stage, Rotary)), None) for some in stages]
-        return cls(model, inputs, tuple(rotaries), causal, sites)
+        rotaries = tuple(key_rotary(plain_map(site.attention, "rounding")) for site in sites)
+        return cls(model, inputs, rotaries, causal, sites)
 
     def on(self, inputs: Mapping[str, Tensor]) -> RoundedModel:
         """This model on another text of the same length, which is not captured."""
@@ -184,8 +183,7 @@ def rounding(rotaries: Sequence[Rotary | None], assignment: Assignment, layers: 
             read_back(held, part, assignment.get((layer, part)), rotaries[layer], layer)
             for held, part in zip((key, value), PARTS, strict=True)
         )
-        output, weights = eager_attention(module)(module, query, key, value, *args, **options)
-        return output, weights
+        return eager_attention(module)(module, query, key, value, *args, **options)
 
     return attend
 

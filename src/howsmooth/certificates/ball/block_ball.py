@@ -20,6 +20,7 @@ from howsmooth.attention import AttentionMap
 from howsmooth.bounds.own.three_path import TINY, push_radii
 from howsmooth.certificates.ball.head_ball import HeadBall, norm_of_partitioned_sum
 from howsmooth.certificates.ball.weight_perturbation import PerturbationStep
+from howsmooth.certificates.point.enclosure import range_bases
 from howsmooth.certificates.point.proved_eigenvalue import top_bounds
 from howsmooth.numerics.roundoff import gamma
 
@@ -141,7 +142,7 @@ class BlockBall:
         self.balls, self.eps = balls, balls[0].eps
         weights = attention.query_weight, attention.key_weight, attention.value_weight, attention.output_weight
         self.query_bases, self.key_bases, self.value_bases, self.output_bases = (
-            _bases(weight.double().mT, attention.heads) for weight in weights
+            range_bases(weight.double().mT).repeat_interleave(attention.heads // len(weight), 0) for weight in weights
         )
         self.upper_weights, self.score = self._joined("upper_weights"), self._joined("score")
         self.n = self.upper_weights.shape[-1]
@@ -327,11 +328,3 @@ def _under(loads: Tensor, vectors: Tensor, radius: Tensor) -> Side:
     """Vectors ``(n, heads, n, d)`` with these rounding errors under loads ``(heads, n, n)``."""
     rows = loads.transpose(0, 1).contiguous().sqrt()[..., None] * vectors
     return Side(rows, (radius * loads.sum(-1).sqrt()).mT)
-
-
-def _bases(matrices: Tensor, heads: int) -> Tensor:
-    """Orthonormal bases of the ranges of matrices ``(…, d, k)``, one per head, as the paths use them."""
-    tall = matrices.shape[-2] > matrices.shape[-1]
-    identity = torch.eye(matrices.shape[-2], dtype=matrices.dtype).expand(len(matrices), -1, -1)
-    bases = torch.linalg.qr(matrices).Q if tall else identity
-    return bases.repeat_interleave(heads // len(matrices), 0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -83,18 +84,16 @@ class PatchTransformer(nn.Module):
         super().__init__()
         self.heads, self.mean = check_count(heads, "heads"), mean
         self.deviation = check_positive(deviation, "deviation")
-        known = {"cls_token", "pos_embedding"}
-        for name, prefix in MAPS.items():
-            weight, bias = f"{prefix}.weight", f"{prefix}.bias"
-            missing = [key for key in (weight, bias) if key not in tensors and not (key == bias and name in _UNBIASED)]
-            if missing:
-                raise UnsupportedModel(f"{missing[0]} is missing: certify reads vision transformers of one layer.")
-            known |= {weight, bias}
+        names = {name: (f"{prefix}.weight", f"{prefix}.bias") for name, prefix in MAPS.items()}
+        known = {"cls_token", "pos_embedding", *chain(*names.values())}
+        missing = known - {names[name][1] for name in _UNBIASED} - set(tensors)
+        wrong = [f"{key} is missing" for key in missing] or [
+            f"{key} has no certificate" for key in set(tensors) - known
+        ]
+        if wrong:
+            raise UnsupportedModel(f"{min(wrong)}: certify reads vision transformers of one layer.")
+        for name, (weight, bias) in names.items():
             self.add_module(name, AffineLayer(tensors[weight], tensors.get(bias)))
-        extra = sorted(set(tensors) - known)
-        if extra or not {"cls_token", "pos_embedding"} <= set(tensors):
-            what = f"{extra[0]} has no certificate" if extra else "cls_token or pos_embedding is missing"
-            raise UnsupportedModel(f"{what}: certify reads vision transformers of one layer.")
         self.register_buffer("cls_token", tensors["cls_token"].reshape(-1))
         self.register_buffer("positions", tensors["pos_embedding"].reshape(-1, len(self.cls_token)))
         self.grid, self.patch_side = self._sides()

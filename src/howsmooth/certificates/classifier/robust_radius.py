@@ -93,7 +93,7 @@ class BallMargins:
         size = self.neurons.gradient.norm(dim=-1, keepdim=True).clamp_min(1e-300)
         self._bends = self.neurons.hessian_product(self.neurons.gradient / size)
         self.hidden, self.noise = cache(self._hidden), cache(partial(classifier.noise, tokens))
-        self._played: dict[int, tuple[Tensor, HiddenMoments]] = {}
+        self._guesses: dict[int, tuple[Tensor, HiddenMoments]] = {}
 
     def _hidden(self, radius: float) -> HiddenBounds:
         """Intervals of all hidden values on the ball."""
@@ -121,7 +121,7 @@ class BallMargins:
         net, hidden = self.classifier, self.hidden(radius)
         weights = net.out[self.label] - net.out[other]
         start = (hidden.start > 0).double(), HiddenMoments(hidden.start, hidden.upper.square())
-        lines, guess = self._played.get(other, start)
+        lines, guess = self._guesses.get(other, start)
         best = -float("inf")
         for step in range(rounds):
             relaxed = ReluRelaxation.of(weights, hidden, lines, guess if self.norm == 2 else None)
@@ -132,7 +132,7 @@ class BallMargins:
             reached, swung = hidden.start + hidden.slope @ move, hidden.slope @ swing
             guess = guess.towards(reached, reached.square() + swung.square(), 1 / (step + 2))
             lines = lines + ((reached > 0).double() - lines) / (step + 2)
-            self._played[other] = lines, guess
+            self._guesses[other] = lines, guess
         return best
 
     def _relaxed_lower(self, other: int, relaxed: ReluRelaxation, radius: float) -> tuple[float, Tensor, Tensor]:

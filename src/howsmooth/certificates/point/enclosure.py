@@ -173,12 +173,14 @@ def _leading(attention: AttentionMap, x: Tensor) -> list[Tensor]:
     """Leading left singular vectors of every head in the coordinates of its triangular factor, ``(n·k, r)``."""
     left = measure_heads(attention, x.double(), k=DEFLATED, rtol=1e-2).left
     assert left is not None
-    bases = []
-    for head, vectors in enumerate(left.double()):
-        output = attention.output_weight[head].double().mT
-        turn = torch.linalg.qr(output).Q if output.shape[0] > output.shape[1] else torch.eye(len(output)).double()
-        bases.append((vectors @ turn).flatten(1).mT)
-    return bases
+    bases = range_bases(attention.output_weight.double().mT)
+    return [(vectors @ basis).flatten(1).mT for vectors, basis in zip(left.double(), bases, strict=True)]
+
+
+def range_bases(matrices: Tensor) -> Tensor:
+    """Orthonormal bases of the ranges of matrices ``(heads, d, k)``, of all d dimensions unless d > k."""
+    d, k = matrices.shape[-2:]
+    return torch.linalg.qr(matrices).Q if d > k else torch.eye(d, dtype=matrices.dtype).expand(len(matrices), -1, -1)
 
 
 def _three_path(at: HeadsAt) -> list[Enclosure]:
