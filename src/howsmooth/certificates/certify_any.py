@@ -205,7 +205,8 @@ def certify_tokens(attention: AttentionMap, over: Around | Box, *, per_head: boo
         ends = enclose_heads_around(at, moves) if moving else enclose_heads(at)
     else:
         ends = [enclose_block_around(at, moves) if moving else enclose_block(at)]
-    lower, upper = (torch.tensor(e, dtype=torch.float64) for e in zip(*((e.lower, e.upper) for e in ends), strict=True))
+    table = torch.tensor([(end.lower, end.upper) for end in ends], dtype=torch.float64)
+    lower, upper = table.unbind(1) if per_head else table[0]
     notes = _precision(x)
     ball = "box" if isinstance(over, Box) else BALLS[not over.per_token]
     if ball == "frobenius" and moving and len(x) > 1:
@@ -213,9 +214,9 @@ def certify_tokens(attention: AttentionMap, over: Around | Box, *, per_head: boo
     if ball == "box":
         notes.append("proved on the balls that hold the box of every token")
     return Certificate(
-        lower if per_head else lower[0],
-        upper if per_head else upper[0],
-        tuple(e.method for e in ends),
+        lower,
+        upper,
+        tuple(end.method for end in ends),
         over.eps or 0.0,
         ball,
         per_head,

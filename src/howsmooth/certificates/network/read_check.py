@@ -32,6 +32,7 @@ from howsmooth.certificates.network.parts_ir import (
     Part,
     PoolPart,
     ResidualPart,
+    SelfAttend,
     SequenceClassifier,
     check_attention_unchanged,
     check_unchanged,
@@ -223,15 +224,14 @@ def _called(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         ) from error
 
 
-def _of_one_sequence(f: Callable[..., object], x: Tensor) -> Tensor:
+def _of_one_sequence(layer: nn.Module, x: Tensor) -> Tensor:
     """The output for tokens ``(n, d)`` of a layer, also of one that takes batches only."""
-    if isinstance(f, nn.MultiheadAttention):
-        return f(x, x, x, need_weights=False)[0]
+    attend = SelfAttend(layer)
     try:
-        output = first_tensor(f(x))
+        output = attend(x)
     except Exception:  # blocks of models unpack a batch in ways of their own
-        return first_tensor(f(x[None]))[0]
-    return output if output.dim() == x.dim() else first_tensor(f(x[None]))[0]
+        return attend(x[None])[0]
+    return output if output.dim() == x.dim() else attend(x[None])[0]
 
 
 def _alike(one: Tensor, other: Tensor, tolerance: float) -> bool:

@@ -20,9 +20,9 @@ _STEPS = 150
 _SETTLED = 1e-3
 
 
-def top_eigenvalue(gram: Tensor, seed: int = 0) -> tuple[float, Tensor]:
+def top_eigenvalue(gram: Tensor) -> tuple[float, Tensor]:
     """A Ritz value and its unit vector, by Lanczos with full orthogonalisation; the value is ≤ ‖G‖ up to rounding."""
-    v = torch.randn(len(gram), dtype=gram.dtype, generator=torch.Generator().manual_seed(seed))
+    v = torch.randn(len(gram), dtype=gram.dtype, generator=torch.Generator().manual_seed(0))
     basis, products = (v / v.norm())[:, None], gram.new_empty(len(gram), 0)
     while True:
         last = gram @ basis[:, -1]
