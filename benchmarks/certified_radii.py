@@ -18,7 +18,7 @@ from evidence.certificates import IMAGES, NETWORK
 from evidence.real_heads import shared_folder
 from howsmooth.bounds.own.neighbourhood import softmax_ceiling
 from howsmooth.certificates import PatchTransformer
-from howsmooth.certificates.ball.weight_boxes import largest_mean
+from howsmooth.certificates.ball.weight_perturbation import largest_mean
 from howsmooth.certificates.certify_any import certify_patches
 from howsmooth.certificates.classifier.robust_radius import Classifier
 from howsmooth.search.attacks import minimal_norm_attack

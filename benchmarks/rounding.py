@@ -9,8 +9,7 @@ from benchmarks.report import Section, Table, Target
 from howsmooth.models import alice, open_model
 from howsmooth.rounding import parse_formats
 from howsmooth.rounding.kv_cache import PARTS
-from howsmooth.rounding.rounded_model import Reader
-from howsmooth.rounding.sensitivity import sampled_scores
+from howsmooth.rounding.rounded_model import RoundedModel, sampled_scores
 
 TEXT = """KL of the next token for rounding each layer × key–value head × keys or values × 4 formats by itself.
 *Predicted*: one forward and 24 backward passes score all of them. *Direct*: a forward pass for each, with its KL; the
@@ -25,7 +24,7 @@ def run(quick: bool, report: Callable[[str], None]) -> Section:
     opened, formats = open_model(name, head=True), parse_formats(FORMATS)
     [window] = opened.windows(alice(), length, 1)
     report("capturing")
-    reader = Reader.of(opened.model, opened.inputs(window))
+    reader = RoundedModel.of(opened.model, opened.inputs(window))
     exact = reader.outcome()
     predicted, each = float("inf"), float("inf")
     for turn in range(ROUNDS):

@@ -304,7 +304,7 @@ HEAD = {
     "path of the keys on the ball": Term(
         lambda p: p.ball.key_path_norm(), lambda m: pairs(outer(leading(m.new, m.there.value), m.there.felt))
     ),
-    "change": Term(lambda p: p.ball.change(), lambda m: pairs(m.jacobian_change)),
+    "change": Term(lambda p: p.ball.change, lambda m: pairs(m.jacobian_change)),
     "rows": Term(lambda p: p.ball.norm(), lambda m: pairs(m.jacobian)),
 }
 """Of `howsmooth.certificates.ball.head_ball`."""

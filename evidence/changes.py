@@ -17,12 +17,8 @@ import howsmooth
 ROOM = "howsmooth."
 CHAINS = (
     (
-        "certificates.ball.weight_boxes",
         "certificates.ball.weight_perturbation",
-        "certificates.ball.norm_of_partitioned_sum",
-        "certificates.ball.leave_one_out",
         "certificates.ball.head_ball",
-        "certificates.ball.norm_of_head_sum",
         "certificates.ball.block_ball",
         "certificates.ball.on_ball",
     ),

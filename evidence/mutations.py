@@ -12,15 +12,8 @@ from evidence.juries import OUTCOMES, SMALL, Example, Jury, Verdict
 from evidence.tables import table
 
 TITLE = "Changed proofs"
-_OWN = ("high", "low", "drift", "query blocks")
-_OTHERS = ("mean of all others", "directed change", "key blocks")
 JUDGED: dict[str, Callable[[], list[Example]]] = {
-    "certificates.ball.weight_boxes": lambda: ball_terms.examples(HEAD),
-    "certificates.ball.weight_perturbation": lambda: ball_terms.examples(
-        {**PERTURBATION, **{name: HEAD[name] for name in _OWN}}
-    ),
-    "certificates.ball.norm_of_partitioned_sum": lambda: ball_terms.examples({"change": HEAD["change"]}),
-    "certificates.ball.leave_one_out": lambda: ball_terms.examples({name: HEAD[name] for name in _OTHERS}),
+    "certificates.ball.weight_perturbation": lambda: ball_terms.examples({**PERTURBATION, **HEAD}),
     "certificates.ball.head_ball": lambda: ball_terms.examples(
         {**HEAD, **{f"step {k}: factor": PERTURBATION[f"step {k}: factor"] for k in (0, 1)}}
     ),
@@ -38,7 +31,7 @@ JUDGED: dict[str, Callable[[], list[Example]]] = {
 CHOICES = {
     ("certificates.ball.weight_perturbation", "KEY_STEPS"): "any number of steps",
     ("certificates.ball.weight_perturbation", "_MIN_SHARE"): "any ϑ",
-    ("certificates.ball.norm_of_partitioned_sum", "_STEPS"): "any λ and μ",
+    ("certificates.ball.head_ball", "_STEPS"): "any λ and μ",
     ("certificates.ball.head_ball", "_POWERS"): "any weights of the keys",
     ("certificates.ball.head_ball", "_SINKS"): "any number of sinks",
     ("certificates.ball.head_ball", "_HADAMARD_LIMIT"): "any size",

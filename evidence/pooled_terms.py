@@ -95,7 +95,7 @@ class Pool:
         pooled = modules["certificates.classifier.cls_token"]
         parts = self.keys, self.offsets, self.values, self.value_offsets, self.constant
         point = pooled.PooledAttention(*parts, self.fixed).at(self.tokens)
-        found, radii = point.functionals(self.functional[None]), self.radius * _column(SHARES)
+        found, radii = pooled.Functionals(point, self.functional[None]), self.radius * _column(SHARES)
         yield "value", agreement(found.value, self.value(self.tokens)[None])
         yield "gradient", agreement(found.gradient[0] @ self.directions.flatten(1).mT, self.rates[1])
         some = self.directions[:20].flatten(1)

@@ -30,8 +30,7 @@ from howsmooth.rounding.activation_noise import ActivationNoise, rounding_noise
 from howsmooth.rounding.kv_cache import PARTS
 from howsmooth.rounding.output_error import output_errors
 from howsmooth.rounding.quantisation import Tensors
-from howsmooth.rounding.rounded_model import RoundedModel
-from howsmooth.rounding.sensitivity import Scores, sampled_scores
+from howsmooth.rounding.rounded_model import RoundedModel, Scores, sampled_scores
 
 TITLE = "Rounded keys and values"
 FORMATS = (

@@ -16,8 +16,7 @@ from howsmooth.models import OpenModel, Window
 from howsmooth.rounding import parse_formats
 from howsmooth.rounding.allocation import Allocation, allocate, first_and_last, uniform
 from howsmooth.rounding.quantisation import Check, Tensors, checks, window_outcomes
-from howsmooth.rounding.rounded_model import RoundedModel
-from howsmooth.rounding.sensitivity import Scores
+from howsmooth.rounding.rounded_model import RoundedModel, Scores
 
 SPENT = "int8,int6,int4,int3,int2"
 BUDGETS = ("int3", "int4", "int6")

@@ -26,7 +26,7 @@ from howsmooth.rounding.allocation import Allocation, allocate, assigned
 from howsmooth.rounding.kv_cache import PARTS, Cache
 from howsmooth.rounding.number_formats import Format
 from howsmooth.rounding.output_error import output_errors
-from howsmooth.rounding.sensitivity import Scores
+from howsmooth.rounding.rounded_model import Scores
 
 RIVALS = ("entropy", "norm", "local error", "change", "sigma", "gain", "ends")
 

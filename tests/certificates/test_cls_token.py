@@ -26,7 +26,7 @@ def pool(seed: int, steep: float = 1.0, lead: float = 0.0) -> tuple[PooledAttent
 
 
 def along(pooled: PooledAttention, a: Tensor, tokens: Tensor) -> Functionals:
-    return pooled.at(tokens).functionals(a[None])
+    return Functionals(pooled.at(tokens), a[None])
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -12,7 +12,7 @@ import torch
 
 import howsmooth as hs
 from howsmooth._util.common import rounded
-from howsmooth.certificates.ball.radius_sweep import SHARES, Ladder, ladder, ladder_radii
+from howsmooth.certificates.ball.on_ball import SHARES, Ladder, ladder, ladder_radii
 from howsmooth.errors import InvalidInput
 from howsmooth.reports import report as write_report
 from howsmooth.reports.sections import certificates_section, write_certificates

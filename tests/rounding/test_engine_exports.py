@@ -14,7 +14,7 @@ from howsmooth.models import open_model
 from howsmooth.rounding import parse_formats
 from howsmooth.rounding.allocation import Allocation
 from howsmooth.rounding.engine_exports import EXPORTS, check_engine, in_modelopt
-from howsmooth.rounding.number_codes import stored_scale
+from howsmooth.rounding.number_formats import stored_scale
 
 TINY = "random:llama[layers=2,width=32,heads=4,kv_heads=2]"
 

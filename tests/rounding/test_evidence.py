@@ -18,8 +18,7 @@ from evidence import (
 )
 from howsmooth.models import OpenModel, alice, open_model
 from howsmooth.rounding import parse_format, parse_formats
-from howsmooth.rounding.rounded_model import RoundedModel
-from howsmooth.rounding.sensitivity import Scores
+from howsmooth.rounding.rounded_model import RoundedModel, Scores
 
 
 def silent(label: str) -> None:

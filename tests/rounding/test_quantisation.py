@@ -15,8 +15,7 @@ from howsmooth.models import open_model
 from howsmooth.rounding import parse_formats, quantisation, rounded_model
 from howsmooth.rounding.output_error import output_errors
 from howsmooth.rounding.quantisation import quantise
-from howsmooth.rounding.rounded_model import RoundedModel
-from howsmooth.rounding.sensitivity import sampled_scores
+from howsmooth.rounding.rounded_model import RoundedModel, sampled_scores
 
 TINY = "random:llama[layers=2,width=32,heads=4,kv_heads=2]"
 QUICK = {"formats": "int8,int4,int2", "length": 12, "windows": 2, "samples": 3}

@@ -1,10 +1,11 @@
-"""`certify`: a proof at an input, on a ball around it, or of a class."""
+"""`certify`: a proof at an input, on a ball around it, or of a class; with its results."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from time import perf_counter
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,7 @@ from howsmooth._util.validation import (
     validated,
 )
 from howsmooth.attention import AttentionMap
-from howsmooth.certificates.ball.on_ball import enclose_block_around, enclose_heads_around
-from howsmooth.certificates.certificate import Certificate, Robustness
+from howsmooth.certificates.ball.on_ball import check_one_input, enclose_block_around, enclose_heads_around
 from howsmooth.certificates.classifier.patch_transformer import PatchTransformer
 from howsmooth.certificates.classifier.robust_radius import BallMargins, Classifier
 from howsmooth.certificates.network.margins import LinearisedNetwork, check_cost
@@ -38,11 +38,65 @@ from howsmooth.certificates.network.read_check import (
 from howsmooth.certificates.point.enclosure import enclose_block, enclose_heads
 from howsmooth.certificates.point.head_gram import HeadsAt
 from howsmooth.errors import InvalidInput, UnsupportedModel
-from howsmooth.jacobians.function_checks import check_tokens
 from howsmooth.sets import Around, Box, Point
 
 BALLS = ("token", "frobenius")
 NORMS = (2, 1, torch.inf)
+
+
+class _Result:
+    """Fields, and the same as plain numbers and strings."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain numbers and strings, tensors and tuples as lists."""
+        fields = vars(self)
+        lists = {name: list(value) for name, value in fields.items() if isinstance(value, tuple)}
+        return fields | lists | {name: value.tolist() for name, value in fields.items() if isinstance(value, Tensor)}
+
+
+@dataclass(frozen=True, eq=False)
+class Certificate(_Result):
+    """A proved enclosure of ‖J‖₂ of every map at an input, or over a ball around it.
+
+    Attributes:
+        lower: ≤ the maximum of ‖J‖₂ over the set (proved at the input itself). upper: ≥ that maximum.
+            Both hold in exact arithmetic: rounding is accounted for.
+        methods: the proof of the upper end of each map.
+        radius: of the ball; 0 at the input. ball: "token" (every token moves by at most the radius) or "frobenius".
+        per_head: whether the maps are the heads. seconds: time taken. notes: further remarks.
+    """
+
+    lower: Tensor
+    upper: Tensor
+    methods: tuple[str, ...]
+    radius: float
+    ball: str
+    per_head: bool
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ratio(self) -> Tensor:
+        """Upper over lower end."""
+        return self.upper / self.lower
+
+
+@dataclass(frozen=True)
+class Robustness(_Result):
+    """A radius within which a network's class is proved not to change.
+
+    Attributes:
+        label: the class. predicted: the network's class; the radius is 0 where it differs from the label.
+        radius: proved, in the requested norm. limiting: the class that limits it, None without one.
+        seconds: time taken. notes: further remarks.
+    """
+
+    label: int
+    predicted: int
+    radius: float
+    limiting: int | None
+    seconds: float
+    notes: tuple[str, ...] = ()
 
 
 @overload
@@ -105,36 +159,37 @@ def certify(
     >>> bool(proof.upper <= near.upper <= 1.2 * proof.upper)
     True
     """
-    start = perf_counter()
-    if isinstance(over, Tensor):
-        check_tensor(over, "x", floating=not isinstance(f, SequenceClassifier))
-        if over.is_floating_point():
-            check_finite(over, "x")
     if label is not None:
         if not isinstance(over, Tensor) or per_head:
             raise InvalidInput(
                 "with a label the radius is the result: give the input alone, without a set or per_head."
             )
-        x = over
+        check_tensor(over, "x", floating=not isinstance(f, SequenceClassifier))
+        if over.is_floating_point():
+            check_finite(over, "x")
         label = check_count(label, "label", least=0)
+        check_one_of(norm, NORMS, "norm")
         if isinstance(f, SequenceClassifier):
-            return certify_sequence(f, x, label, ball=ball, tokens=tokens, norm=norm)
+            return certify_sequence(f, over, label, ball, tokens, norm)
         if tokens is not None or ball != "token":
             raise InvalidInput("an image moves as a whole: leave out ball and tokens.")
-        return _robustness(f, x, label, norm, start)
+        if not isinstance(f, PatchTransformer):
+            raise UnsupportedModel(
+                f"{type(f).__name__} has no certificate for a class: a PatchTransformer and a SequenceClassifier have."
+            )
+        if over.dim() > 2:
+            raise InvalidInput(f"one image is certified at a time, got {tuple(over.shape[:-2])} of them.")
+        return certify_patches(read_folded(f, over), f.patches(over.double()), label, norm)
     if isinstance(f, PatchTransformer | SequenceClassifier):
         raise InvalidInput("a network is certified for a class: pass its label.")
     if tokens is not None or ball != "token":
         raise InvalidInput("ball and tokens are for a label: give Around(x, eps, per_token=…, moving=…) instead.")
     x = over if isinstance(over, Tensor) else over.x
-    attention = unchanged_attention(f, "f", x.shape[-2] if x.dim() > 1 else None)
-    if attention is None:
+    if unchanged_attention(f, "f", x.shape[-2] if x.dim() > 1 else None) is None:
         raise UnsupportedModel(
             f"certify takes an attention map, a PatchTransformer or a SequenceClassifier, not {type(f).__name__}."
         )
-    check_tokens(x)
-    if x.dim() != 2:
-        raise InvalidInput(f"one input (n, d) is certified at a time, got shape {tuple(x.shape)}.")
+    check_one_input(x)
     assert isinstance(f, nn.Module)
     region = Point(x) if isinstance(over, Tensor) else over
     return certify_tokens(read_map(f, x, region.eps or 0.0), region, per_head=per_head)
@@ -150,17 +205,18 @@ def certify_tokens(attention: AttentionMap, over: Around | Box, *, per_head: boo
         ends = enclose_heads_around(at, moves) if moving else enclose_heads(at)
     else:
         ends = [enclose_block_around(at, moves) if moving else enclose_block(at)]
-    lower, upper = (torch.tensor(e, dtype=torch.float64) for e in zip(*((e.lower, e.upper) for e in ends), strict=True))
-    notes = ["computed in float64"] if x.dtype != torch.float64 else []
+    table = torch.tensor([(end.lower, end.upper) for end in ends], dtype=torch.float64)
+    lower, upper = table.unbind(1) if per_head else table[0]
+    notes = _precision(x)
     ball = "box" if isinstance(over, Box) else BALLS[not over.per_token]
     if ball == "frobenius" and moving and len(x) > 1:
         notes.append("proved on the larger ball in which every token moves by the radius")
     if ball == "box":
         notes.append("proved on the balls that hold the box of every token")
     return Certificate(
-        lower if per_head else lower[0],
-        upper if per_head else upper[0],
-        tuple(e.method for e in ends),
+        lower,
+        upper,
+        tuple(end.method for end in ends),
         over.eps or 0.0,
         ball,
         per_head,
@@ -169,72 +225,51 @@ def certify_tokens(attention: AttentionMap, over: Around | Box, *, per_head: boo
     )
 
 
-def _robustness(f: object, x: Tensor, label: int, norm: float, start: float) -> Robustness:
-    if not isinstance(f, PatchTransformer):
-        raise UnsupportedModel(
-            f"{type(f).__name__} has no certificate for a class: a PatchTransformer and a SequenceClassifier have."
-        )
-    if x.dim() > 2:
-        raise InvalidInput(f"one image is certified at a time, got {tuple(x.shape[:-2])} of them.")
-    return certify_patches(read_folded(f, x), f.patches(x.double()), label, norm, start)
-
-
-def certify_patches(
-    network: Classifier, tokens: Tensor, label: int, norm: float = 2, start: float | None = None
-) -> Robustness:
+def certify_patches(network: Classifier, tokens: Tensor, label: int, norm: float = 2) -> Robustness:
     """The certificate of an image by a folded network."""
-    check_one_of(norm, NORMS, "norm")
-    start = perf_counter() if start is None else start
-    classes = len(network.direct)
-    if label >= classes:
-        raise InvalidInput(f"label is one of {classes} classes, 0 to {classes - 1}, got {label}.")
-    if tokens.dim() != 2:
-        raise InvalidInput(f"one image is certified at a time, got {tuple(tokens.shape[:-2])} of them.")
-    predicted = int(network(tokens).argmax())
-    if predicted != label:
-        notes = (f"the class of this image is {predicted}, not {label}: no radius keeps it",)
-        return Robustness(label, predicted, 0.0, predicted, perf_counter() - start, notes)
-    radius, limiting = BallMargins(network, tokens, label, norm).radius()
-    return Robustness(label, predicted, radius, limiting, perf_counter() - start)
+    start = perf_counter()
+    predicted, notes = _predicted(network(tokens), label)
+    radius, limiting = (0.0, predicted) if notes else BallMargins(network, tokens, label, norm).radius()
+    return Robustness(label, predicted, radius, limiting, perf_counter() - start, notes)
 
 
 @preserved_random_state()
 def certify_sequence(
-    network: SequenceClassifier,
-    x: Tensor,
-    label: int,
-    *,
-    ball: str = "token",
-    tokens: Sequence[int] | None = None,
-    norm: float = 2,
+    network: SequenceClassifier, x: Tensor, label: int, ball: str, tokens: Sequence[int] | None, norm: float
 ) -> Robustness:
     """The certificate of a network of several layers, with the arguments of `certify`."""
     start = perf_counter()
-    check_one_of(norm, NORMS, "norm")
     check_one_of(ball, BALLS, "ball")
     if x.dim() != 1 + x.is_floating_point():
         raise InvalidInput(f"tokens (n, d) or their numbers (n,) are certified, got shape {tuple(x.shape)}.")
     double = double_copy(network)
     at = x.double() if x.is_floating_point() else x
     hidden = double.placed(double.embed(at))
-    moved = _moving_tokens(len(hidden), tokens)
-    parts = read_network(double, len(hidden))
-    check_cost(parts, hidden.shape[0], hidden.shape[1], len(moved))
+    n, d = hidden.shape
+    moved, parts = _moving_tokens(n, tokens), read_network(double, n)
+    check_cost(parts, n, d, len(moved))
     lines = LinearisedNetwork(parts, hidden, moved, together=ball == "frobenius")
-    classes, predicted = len(lines.logits), int(lines.logits.argmax())
+    predicted, notes = _predicted(lines.logits, label)
+    radius, limiting = (0.0, predicted) if notes else lines.radius(label, norm=norm)
+    check_network(double, at, parts, lines.logits, lines.rounding(), radius)
+    if radius == 0 and not notes:
+        notes = ("vacuous: rounding alone may change the class",)
+    stored = x if x.is_floating_point() else network.embedding.weight  # type: ignore[union-attr]
+    return Robustness(label, predicted, radius, limiting, perf_counter() - start, (*_precision(stored), *notes))
+
+
+def _precision(x: Tensor) -> list[str]:
+    return ["computed in float64"] if x.dtype != torch.float64 else []
+
+
+def _predicted(logits: Tensor, label: int) -> tuple[int, tuple[str, ...]]:
+    """The class of an input, with a note if it is not the label."""
+    classes, predicted = len(logits), int(logits.argmax())
     if label >= classes:
         raise InvalidInput(f"label is one of {classes} classes, 0 to {classes - 1}, got {label}.")
-    held = x if x.is_floating_point() else network.embedding.weight  # type: ignore[union-attr]
-    notes = ["computed in float64"] if held.dtype != torch.float64 else []
-    if predicted != label:
-        check_network(double, at, parts, lines.logits, lines.rounding(), 0.0)
-        notes.append(f"the class of this input is {predicted}, not {label}: no radius keeps it")
-        return Robustness(label, predicted, 0.0, predicted, perf_counter() - start, tuple(notes))
-    radius, limiting = lines.radius(label, norm=norm)
-    check_network(double, at, parts, lines.logits, lines.rounding(), radius)
-    if radius == 0:
-        notes.append("vacuous: rounding alone may change the class")
-    return Robustness(label, predicted, radius, limiting, perf_counter() - start, tuple(notes))
+    if predicted == label:
+        return predicted, ()
+    return predicted, (f"the class of this input is {predicted}, not {label}: no radius keeps it",)
 
 
 def _moving_tokens(n: int, tokens: Sequence[int] | None) -> list[int]:

@@ -16,7 +16,7 @@ from howsmooth._util.ledger import Ledger
 from howsmooth._util.validation import check_device
 from howsmooth.certificates import Certificate, PatchTransformer
 from howsmooth.certificates.ball.block_ball import expected_change_seconds
-from howsmooth.certificates.ball.radius_sweep import ladder, ladder_radii
+from howsmooth.certificates.ball.on_ball import ladder, ladder_radii
 from howsmooth.certificates.certify_any import certify_patches, certify_tokens
 from howsmooth.certificates.point.enclosure import expected_block_seconds, expected_seconds
 from howsmooth.cli.console import print_json, show, stderr, step_progress, written

@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from howsmooth._util.common import rounded, write_whole
 from howsmooth._util.display import render
-from howsmooth.certificates.ball.radius_sweep import Ladder
+from howsmooth.certificates.ball.on_ball import Ladder
 from howsmooth.errors import InvalidInput
 from howsmooth.reports.drawings import Axis, Chart, heat_map
 from howsmooth.reports.findings import few_digits

@@ -1,7 +1,7 @@
 """Rounding: number formats for cached keys and values, their effect on a model, and the best choice within a budget.
 
-Read in this order: `number_formats` and `number_codes` (the formats), `kv_cache` (keys and values), `output_error` (the
-proved effect on one attention block), `rounded_model` and `sensitivity` (the effect on the model), `allocation` (a
+Read in this order: `number_formats` (the formats), `kv_cache` (keys and values), `output_error` (the
+proved effect on one attention block), `rounded_model` (the effect on the model, run and predicted), `allocation` (a
 format for every cache), `quantisation` (`quantise`, all of it together), `engine_exports` (the choice for an inference
 engine); `activation_noise` is about low precision of activations.
 
@@ -11,21 +11,6 @@ engine); `activation_noise` is about low precision of activations.
 True
 """
 
-from howsmooth.rounding.activation_noise import ActivationNoise, noise
-from howsmooth.rounding.allocation import Allocation, allocate
-from howsmooth.rounding.number_formats import Format, parse_format, parse_formats
-from howsmooth.rounding.output_error import output_errors_at
-from howsmooth.rounding.quantisation import Quantisation, quantise
+import lazy_loader
 
-__all__ = [
-    "ActivationNoise",
-    "Allocation",
-    "Format",
-    "Quantisation",
-    "allocate",
-    "noise",
-    "output_errors_at",
-    "parse_format",
-    "parse_formats",
-    "quantise",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,8 +48,8 @@ class ActivationNoise:
         actual_token, predicted_token: the same of the median token: a few tokens with huge activations carry the norms.
         cosine: between e and h̃ − h. Behind the first layer the two runs round different numbers, so that only noise
             that is carried on agrees in direction; the sizes are what is predicted.
-        source: which source has the largest share behind the layer: −1 the embedding, else a layer.
-        share: of Σ_s |e^s|², that it has.
+        share: of Σ_s |e^s|², the largest of one source behind the layer.
+        source: that source: −1 the embedding, else a layer.
     """
 
     size: Tensor
@@ -58,16 +59,14 @@ class ActivationNoise:
     actual_token: Tensor
     predicted_token: Tensor
     cosine: Tensor
-    source: Tensor
     share: Tensor
+    source: Tensor
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per layer."""
-        names = ("size", "actual", "predicted", "local", "actual_token", "predicted_token", "cosine", "share")
-        return [
-            {"layer": layer, **{name: float(getattr(self, name)[layer]) for name in names}, "source": int(source)}
-            for layer, source in enumerate(self.source)
-        ]
+        columns = {name: column.tolist() for name, column in vars(self).items()}
+        rows = zip(*columns.values(), strict=True)
+        return [{"layer": layer, **dict(zip(columns, row, strict=True))} for layer, row in enumerate(rows)]
 
 
 @validated
@@ -114,7 +113,6 @@ def rounding_noise(
     True
     """
     check_one_of(dtype, DTYPES, "dtype")
-    check_text_model(opened.model)
     check_finite_weights(opened.model)
     tell = progress or (lambda label: None)
     targets = Targets(opened, window)
@@ -125,7 +123,8 @@ def rounding_noise(
     tell("in low precision")
     low: Any = copy.deepcopy(opened.model)
     low.to(DTYPES[dtype])
-    paths = _layer_paths(opened.model, targets)
+    names = {module: name for name, module in opened.model.named_modules()}
+    paths = [names[module] for module in targets.modules]
     free = _stream(low, paths, opened.inputs(window), None)
     forced = _stream(low, paths, opened.inputs(window), exact)
     _check_finite(opened.name, dtype, free, forced)
@@ -161,49 +160,34 @@ def _row(exact: Tensor, free: Tensor, errors: Tensor) -> tuple[Tensor, ...]:
     predicted, actual = errors.sum(0), free - exact
     energies = errors.square().sum((1, 2))
     return (
-        torch.linalg.vector_norm(exact),
-        torch.linalg.vector_norm(actual),
-        torch.linalg.vector_norm(predicted),
-        torch.linalg.vector_norm(errors[-1]),
-        torch.linalg.vector_norm(actual, dim=-1).median(),
-        torch.linalg.vector_norm(predicted, dim=-1).median(),
-        torch.nn.functional.cosine_similarity(actual.flatten(), predicted.flatten(), dim=0),
-        energies.argmax() - 1,
+        *(stream.norm() for stream in (exact, actual, predicted, errors[-1])),
+        *(stream.norm(dim=-1).median() for stream in (actual, predicted)),
+        nn.functional.cosine_similarity(actual.flatten(), predicted.flatten(), dim=0),
         energies.max() / energies.sum(),
+        energies.argmax() - 1,
     )
-
-
-def _layer_paths(model: nn.Module, targets: Targets) -> list[str]:
-    """The names of the layers in the model."""
-    names = {module: name for name, module in model.named_modules()}
-    return [names[module] for module in targets.modules]
 
 
 @alone
 def _stream(model: Any, paths: list[str], inputs: dict[str, Tensor], given: list[Tensor] | None) -> list[Tensor]:
     """The input of the first layer and the output of each layer, ``(n, d)``, with given inputs of layers if any."""
-    entered, left = dict[int, Tensor](), dict[int, Tensor]()
+    inputs_of, outputs_of = dict[int, Tensor](), dict[int, Tensor]()
 
-    def on_entry(layer: int) -> Any:
-        def hear(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            hidden = Call.of(args, kwargs).hidden
-            entered[layer] = hidden[0]
-            if given is None:
-                return None
-            exact = given[layer][None].to(hidden.dtype)
-            return ((exact, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": exact})
+    def on_entry(layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hidden = Call.of(args, kwargs).hidden
+        inputs_of[layer] = hidden[0]
+        if given is None:
+            return None
+        exact = given[layer][None].to(hidden.dtype)
+        return ((exact, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": exact})
 
-        return hear
+    def on_exit(layer: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        outputs_of[layer] = first_tensor(output)[0]
 
-    def on_exit(layer: int) -> Any:
-        def hear(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            left[layer] = first_tensor(output)[0]
-
-        return hear
-
-    layers = [model.get_submodule(path) for path in paths]
-    hooks = [one.register_forward_pre_hook(on_entry(layer), with_kwargs=True) for layer, one in enumerate(layers)]
-    hooks += [one.register_forward_hook(on_exit(layer)) for layer, one in enumerate(layers)]
+    layers, hooks = [model.get_submodule(path) for path in paths], list[Any]()
+    for layer, module in enumerate(layers):
+        hooks.append(module.register_forward_pre_hook(partial(on_entry, layer), with_kwargs=True))
+        hooks.append(module.register_forward_hook(partial(on_exit, layer)))
     with temporary_hooks(hooks), reference_mode(model):
         run_model(model, inputs)
-    return [entered[0], *(left[layer] for layer in range(len(layers)))]
+    return [inputs_of[0], *(outputs_of[layer] for layer in range(len(layers)))]

@@ -16,14 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from howsmooth._util.validation import check_number, check_one_of, check_tensor, validated
+from howsmooth._util.validation import check_number, check_tensor, validated
 from howsmooth.errors import InvalidInput
-from howsmooth.rounding.kv_cache import PARTS, Choice
+from howsmooth.rounding.kv_cache import PARTS
 from howsmooth.rounding.number_formats import Format
 from howsmooth.rounding.rounded_model import Assignment
 
 Unit = Literal["model", "layer", "part", "head"]
-UNITS = ("model", "layer", "part", "head")
 STEPS = 64
 """Steps of the budget in one bit per number; what a format takes above the smallest is rounded up to them."""
 
@@ -47,10 +46,11 @@ class Allocation:
     @property
     def assignment(self) -> Assignment:
         """As `RoundedModel.outcome` takes it."""
-        named: list[list[list[Choice]]] = [
-            [[self.formats[index] for index in heads] for heads in parts] for parts in self.choice.tolist()
-        ]
-        return {(layer, part): tuple(row[p]) for layer, row in enumerate(named) for p, part in enumerate(PARTS)}
+        return {
+            (layer, part): tuple(self.formats[index] for index in heads)
+            for layer, parts in enumerate(self.choice.tolist())
+            for part, heads in zip(PARTS, parts, strict=True)
+        }
 
     def by_layer(self, part: str) -> list[list[str]]:
         """Names of the formats of the heads of every layer; one name where all heads agree."""
@@ -78,7 +78,6 @@ def allocate(
     >>> allocation.by_layer("key"), round(allocation.bits, 3), round(allocation.damage, 2)
     ([['int8'], ['int4'], ['int4']], 5.583, 3.98)
     """
-    check_one_of(per, UNITS, "per")
     layers, parts, count, heads = _checked(damage, formats, bits, budget)
     shape = {
         "model": (1, parts, 1),
@@ -120,11 +119,10 @@ def first_and_last(damage: Tensor, formats: Sequence[Format], bits: Sequence[flo
     below = [i for i in order if bits[i] < budget - 1e-9]
     low = below[-1] if below else order[0]
     share = (budget - bits[low]) / (bits[high] - bits[low]) if high != low else 0.0
-    kept = math.floor(share * layers + 1e-9)
+    count = math.floor(share * layers + 1e-9)
     choice = torch.full((layers, parts, heads), low)
-    choice[: (kept + 1) // 2] = high
-    if kept // 2:
-        choice[-(kept // 2) :] = high
+    choice[: (count + 1) // 2] = high
+    choice[layers - count // 2 :] = high
     return assigned(damage, formats, bits, choice)
 
 
@@ -158,13 +156,12 @@ def check_budget(budget: float, formats: Sequence[Format], bits: Sequence[float]
     check_number(budget, "the budget")
     for size in bits:
         check_number(size, "bits of a format", least=0.0)
-    least, most = min(bits), max(bits)
-    if budget < least - 1e-9 or budget > most + 1e-9:
-        side = "below the smallest" if budget < least else "above the largest"
-        form = formats[list(bits).index(least if budget < least else most)]
+    smallest, largest = min(bits), max(bits)
+    if not smallest - 1e-9 <= budget <= largest + 1e-9:
+        side, end = ("below the smallest", smallest) if budget < smallest else ("above the largest", largest)
         raise InvalidInput(
-            f"a budget of {budget:g} bits is {side} format ({form.name}: {least if budget < least else most:g} bits "
-            f"per number, scales included): ask for {least:g} to {most:g}, or give other formats."
+            f"a budget of {budget:g} bits is {side} format ({formats[list(bits).index(end)].name}: {end:g} bits per "
+            f"number, scales included): ask for {smallest:g} to {largest:g}, or give other formats."
         )
 
 
@@ -183,8 +180,8 @@ def _knapsack(costs: np.ndarray, bits: Sequence[float], budget: float) -> np.nda
                 options[form, extra[form] :] = best[: len(best) - extra[form]] + costs[unit, form]
         taken[unit] = options.argmin(0)
         best = options.min(0)
-    left, picked = len(best) - 1, np.zeros(units, dtype=np.int64)
+    rest, picked = len(best) - 1, np.zeros(units, dtype=np.int64)
     for unit in reversed(range(units)):
-        picked[unit] = taken[unit, left]
-        left -= extra[picked[unit]]
+        picked[unit] = taken[unit, rest]
+        rest -= extra[picked[unit]]
     return picked

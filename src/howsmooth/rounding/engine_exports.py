@@ -23,7 +23,7 @@ are float32 there and float16 here.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,8 @@ def in_llama_cpp(form: Format) -> Word | None:
     """
     if form.base in _NATIVE:
         return Word({"bf16": "bf16", "fp16": "f16"}[form.base])
-    name = {("int8", True): "q8_0", ("int4", True): "q4_0", ("int4", False): "q4_1"}.get((form.base, form.symmetric))
+    names = {("int8", True): "q8_0", ("int4", True): "q4_0", ("int4", False): "q4_1"}
+    name = names.get((form.base, form.symmetric))
     if name is None:
         return None
     differs = []
@@ -113,7 +114,7 @@ def _sharing(form: Format) -> str:
     return f"{'all' if form.group is None else form.group} {of}"
 
 
-def check_engine(engine: str, formats: tuple[Format, ...] | list[Format], per: str) -> None:
+def check_engine(engine: str, formats: Sequence[Format], per: str) -> None:
     """Refuse formats and units that an engine has no word for, before anything is run."""
     if engine not in EXPORTS:
         raise InvalidInput(f"there is no export to {engine!r}: choose from {', '.join(EXPORTS)}.")

@@ -15,7 +15,7 @@ from torch import Tensor
 from howsmooth._util.validation import check_tensor
 from howsmooth.attention import AttentionMap, Rotary
 from howsmooth.attention.conversion import plain_map
-from howsmooth.attention.masks import HIDDEN, Maps
+from howsmooth.attention.masks import HIDDEN, Maps, softmax
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.models import CapturedSite
 from howsmooth.rounding.number_formats import Format
@@ -73,9 +73,10 @@ class Cache:
         query, key, value = (part[0].double() for part in attention.staged(x[None]))
         group = attention.heads // attention.kv_heads
         factor = torch.linalg.qr(attention.output_weight.double().mT).R.mT
-        rotary = next((stage for stage in attention.key_stages if isinstance(stage, Rotary)), None)
-        bias = _bias(attention, query)
-        return cls(query, key[::group], value[::group], bias, factor, attention.softcap, rotary, layer)
+        heads, n, _ = query.shape
+        attention.terms.check(n, heads, 1)
+        bias = attention.terms.added_to(query.new_zeros(1, n, n), Maps.every(1, heads, n, query))
+        return cls(query, key[::group], value[::group], bias, factor, attention.softcap, key_rotary(attention), layer)
 
     @property
     def group(self) -> int:
@@ -100,14 +101,17 @@ class Cache:
 
     def weights(self, key: Tensor) -> Tensor:
         """P for these keys, zero for queries that see nothing."""
-        scores = self.logits(key) + self.bias
-        blind = (scores == HIDDEN).all(-1, keepdim=True)
-        return torch.softmax(scores.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)
+        return softmax(self.logits(key) + self.bias)
 
     def rounded(self, part: str, choices: Choice | Sequence[Choice]) -> Tensor:
         """Keys or values as they are read back, one format for all heads or one for each."""
         held = self.key if part == "key" else self.value
         return read_back(held, part, choices, self.rotary, self.layer)
+
+
+def key_rotary(attention: AttentionMap) -> Rotary | None:
+    """The rotary positions of the keys."""
+    return next((stage for stage in attention.key_stages if isinstance(stage, Rotary)), None)
 
 
 def read_back(
@@ -140,14 +144,3 @@ def _turned(held: Tensor, part: str, choice: Choice, rotary: Rotary | None, what
     back = torch.cat([back[..., :pairs] / rotary.amplitude**2, back[..., pairs:]], dim=-1)
     again = turn.jvp(choice.rounded(back, what))
     return torch.cat([held[..., : choice.first, :], again[..., choice.first :, :]], dim=-2)
-
-
-def _bias(attention: AttentionMap, like: Tensor) -> Tensor:
-    heads, n, _ = like.shape
-    maps, everyone = Maps.every(1, heads, n, like), slice(0, n)
-    total = torch.zeros(1, n, n, dtype=like.dtype, device=like.device)
-    for term in attention.terms:
-        term.check(n, heads, 1)
-        block = term.block(everyone, everyone, maps)
-        total = total if block is None else total + block
-    return total

@@ -1,4 +1,4 @@
-"""Formats of a cached key or value: how many bits, which number_codes, what shares a scale.
+"""Formats of a cached key or value: how many bits, which codes, what shares a scale.
 
 A format is written ``int4``, ``int4[per=channel]``, ``int3[asymmetric,group=32]``, ``fp8_e4m3[per=token]``,
 ``int4[first=4,rotary=before]``: a name of `NUMBER_FORMATS`, and what differs from its entry in brackets.
@@ -11,7 +11,9 @@ Keys and values are ``(…, heads, n, width)``, as attention holds them. What sh
     none      nothing: the numbers are cast as they are
 
 Integers of b bits, symmetric: s = max|x|/(2^(b−1) − 1), x ≈ s·round(x/s). Asymmetric: x ≈ m + s·round((x − m)/s) with
-m = min x and s = (max x − min x)/(2^b − 1). Scales and offsets are float16 number_codes, and are counted.
+m = min x and s = (max x − min x)/(2^b − 1). Everything is computed in float32, rounds to nearest with ties to even, and
+saturates at the largest code; where torch has the dtype (float8_e4m3fn, float8_e5m2, bfloat16, float16) its own cast is
+taken. Scales and offsets are float16 numbers, and are counted.
 """
 
 from __future__ import annotations
@@ -20,24 +22,70 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from howsmooth._util.validation import did_you_mean, shown, validated
 from howsmooth.errors import InvalidInput
-from howsmooth.rounding import number_codes
 
+FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+"""The values of e2m1 (OCP Microscaling Formats v1.0, table 4), by code; the sign is a bit of its own."""
+_FP4_MIDDLES = (FP4[1:] + FP4[:-1]) / 2
 Kind = Literal["integer", "cast", "scaled", "mxfp4", "nvfp4"]
 Scope = Literal["token", "channel", "tensor", "none"]
-SHARES_SCALE = ("token", "channel", "tensor", "none")
+SCOPES = get_args(Scope)
 _DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+
+
+def to_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x as the nearest number of a floating dtype, saturated (torch's cast to e4m3 gives NaN beyond 448)."""
+    largest = torch.finfo(dtype).max
+    return x.clamp(-largest, largest).to(dtype).float()
+
+
+def to_fp4(x: Tensor) -> Tensor:
+    """x as the nearest number of e2m1.
+
+    >>> to_fp4(torch.tensor([0.25, 0.75, 2.5, -5.0, 9.0]))
+    tensor([ 0.,  1.,  2., -4.,  6.])
+    """
+    middles = _FP4_MIDDLES.to(x.device)
+    size = x.abs().contiguous()
+    below = torch.bucketize(size, middles, right=False)  # a tie goes to the lower code …
+    tie = size == middles[below.clamp(max=len(middles) - 1)]
+    code = torch.where(tie & (below % 2 == 1), below + 1, below)  # … unless that one is odd
+    return torch.copysign(FP4.to(x.device)[code.clamp(max=len(FP4) - 1)], x)
+
+
+def stored_scale(size: Tensor) -> Tensor:
+    """A scale (or offset) as the float16 that is stored beside the codes."""
+    return to_dtype(size, torch.float16)
+
+
+def power_of_two_scale(largest: Tensor) -> Tensor:
+    """The scale 2^(⌊log₂ max|x|⌋ − 2) of mxfp4, an e8m0 number: 2 is the largest exponent of e2m1 (OCP MX, 6.3)."""
+    _, exponent = torch.frexp(largest)  # largest = m·2^e, ½ ≤ m < 1
+    scale = torch.ldexp(torch.ones_like(largest), (exponent - 3).clamp(-127, 127))
+    return torch.where(largest > 0, scale, 0.0)
+
+
+def two_level_scale(largest: Tensor, whole: Tensor) -> Tensor:
+    """The scale of a block of nvfp4: an e4m3 number times the float32 scale max|X|/(448·6) of the whole tensor."""
+    outer = whole / (torch.finfo(torch.float8_e4m3fn).max * FP4[-1])
+    inner = to_dtype(torch.where(outer > 0, largest / FP4[-1] / outer, 0.0), torch.float8_e4m3fn)
+    return inner * outer
+
+
+def scaled(x: Tensor, scale: Tensor, nearest: Callable[[Tensor], Tensor]) -> Tensor:
+    """s·nearest(x/s), and 0 where the scale is 0."""
+    return torch.where(scale > 0, nearest(x / scale) * scale, 0.0)
 
 
 @dataclass(frozen=True)
@@ -72,12 +120,12 @@ class Format:
         'int4[per=channel,group=32]'
         """
         entry = NUMBER_FORMATS[self.base]
-        said = [] if self.symmetric == entry.symmetric else ["symmetric" if self.symmetric else "asymmetric"]
+        options = [] if self.symmetric else ["asymmetric"]
         for option in ("per", "group", "first", "rotary"):
             value = getattr(self, option)
             if value != getattr(entry, option):
-                said.append(f"{option}={value}")
-        return f"{self.base}[{','.join(said)}]" if said else self.base
+                options.append(f"{option}={value}")
+        return f"{self.base}[{','.join(options)}]" if options else self.base
 
     def bits_per_number(self, width: int, tokens: int, heads: int = 1) -> float:
         """Bits per cached number in a window, scales and exact tokens (16 bits each number) included.
@@ -115,11 +163,12 @@ class Format:
         tensor([[[ 1.,  0., -1.,  0.]]])
         """
         self.check(x.shape[-1])
-        number_codes.check_finite_cache(x, what)
-        kept, rest = x[..., : self.first, :], x[..., self.first :, :].float()
+        if not bool(x.isfinite().all()):  # it would spread over its scale
+            raise InvalidInput(f"{what} hold NaN or infinity, which no format can round: check the model's weights.")
+        exact, rest = x[..., : self.first, :], x[..., self.first :, :].float()
         if not rest.numel():
             return x.clone()
-        return torch.cat([kept, self._rounded(rest).to(x.dtype)], dim=-2)
+        return torch.cat([exact, self._rounded(rest).to(x.dtype)], dim=-2)
 
     def _rounded(self, x: Tensor) -> Tensor:
         if self.per in ("none", "tensor"):
@@ -133,28 +182,22 @@ class Format:
     def _in_scope(self, x: Tensor, whole: Tensor, dims: tuple[int, ...]) -> Tensor:
         """x rounded with one scale for every run along ``dims``; ``whole`` is the tensor it is part of."""
         largest = x.abs().amax(dims, keepdim=True)
-        if self.kind == "cast":
-            return number_codes.to_dtype(x, _DTYPES[self.base])
-        if self.kind == "scaled":
-            return _scaled(x, largest / torch.finfo(_DTYPES[self.base]).max, self._to_own_dtype)
-        if self.kind == "mxfp4":
-            return _scaled(x, number_codes.power_of_two_scale(largest), number_codes.to_fp4)
-        if self.kind == "nvfp4":
-            return _scaled(x, number_codes.two_level_scale(largest, whole.abs().amax()), number_codes.to_fp4)
+        match self.kind:
+            case "cast":
+                return to_dtype(x, _DTYPES[self.base])
+            case "scaled":
+                dtype = _DTYPES[self.base]
+                return scaled(x, largest / torch.finfo(dtype).max, partial(to_dtype, dtype=dtype))
+            case "mxfp4":
+                return scaled(x, power_of_two_scale(largest), to_fp4)
+            case "nvfp4":
+                return scaled(x, two_level_scale(largest, whole.abs().amax()), to_fp4)
         if self.symmetric:
-            most = 2 ** (self.bits - 1) - 1
-            return number_codes.to_integers(x, number_codes.stored_scale(largest / most), most)
-        least = x.amin(dims, keepdim=True)
-        most = 2**self.bits - 1
-        scale = number_codes.stored_scale((x.amax(dims, keepdim=True) - least) / most)
-        return number_codes.to_offset_integers(x, scale, number_codes.stored_scale(least), most)
-
-    def _to_own_dtype(self, x: Tensor) -> Tensor:
-        return number_codes.to_dtype(x, _DTYPES[self.base])
-
-
-def _scaled(x: Tensor, scale: Tensor, nearest: Callable[[Tensor], Tensor]) -> Tensor:
-    return torch.where(scale > 0, nearest(x / scale) * scale, 0.0)
+            code = 2 ** (self.bits - 1) - 1
+            return scaled(x, stored_scale(largest / code), lambda z: z.round().clamp(-code, code))
+        lowest, code = x.amin(dims, keepdim=True), 2**self.bits - 1
+        scale, offset = stored_scale((x.amax(dims, keepdim=True) - lowest) / code), stored_scale(lowest)
+        return offset + scaled(x - offset, scale, lambda z: z.round().clamp(0, code))
 
 
 _integer = partial(Format, kind="integer", per="token")
@@ -212,7 +255,7 @@ def _with_option(entry: Format, option: str, whole: str) -> Format:
         if entry.kind != "integer":
             raise InvalidInput(f"{shown(whole)}: only integers are symmetric or asymmetric.")
         return replace(entry, symmetric=option == "symmetric")
-    if name == "per" and value in SHARES_SCALE:
+    if name == "per" and value in SCOPES:
         return _with_scope(entry, value, whole)
     if name in ("group", "first") and re.fullmatch("[0-9]{1,9}", value) and int(value) >= (name == "group"):
         if name == "group" and (entry.per not in ("token", "channel") or entry.kind in ("mxfp4", "nvfp4")):
@@ -221,7 +264,7 @@ def _with_option(entry: Format, option: str, whole: str) -> Format:
     if name == "rotary" and value in ("after", "before"):
         return replace(entry, rotary=value)  # type: ignore[arg-type]
     raise InvalidInput(
-        f"{shown(whole)}: brackets take asymmetric, per={'|'.join(SHARES_SCALE)}, group=NUMBER, first=NUMBER and "
+        f"{shown(whole)}: brackets take asymmetric, per={'|'.join(SCOPES)}, group=NUMBER, first=NUMBER and "
         f"rotary=before|after, not {shown(option)}."
     )
 

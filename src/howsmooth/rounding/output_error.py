@@ -26,6 +26,7 @@ text of one word) would have a bound of 0 and a change of 10⁻¹⁵.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,6 +46,7 @@ from howsmooth.rounding.number_formats import Format
 _EPS = float(torch.finfo(torch.float64).eps)
 _ALLOWANCE = 1e-9
 """Relative, on bounds: thousands of float64 roundings."""
+_CHUNK = 64
 
 
 @dataclass(frozen=True)
@@ -92,28 +94,33 @@ def output_errors_at(attention: AttentionMap, x: Tensor, formats: Sequence[Forma
     weights, value = cache.weights(cache.key), cache.shared(cache.value) @ cache.output
     output = weights @ value
     reach = _Reach.of(cache, weights, value, output)
-    rows: dict[str, list[Tensor]] = {"actual": [], "predicted": [], "tanh": [], "path": [], "proved": []}
+    rows: dict[str, list[Tensor]] = defaultdict(list)
     for part in PARTS:
         operator = cached_jacobian(attention, x, "keys" if part == "key" else "values", per_head=True)
+        held = cache.key if part == "key" else cache.value
         for form in formats:
-            held = cache.key if part == "key" else cache.value
             moved = cache.shared(cache.rounded(part, form) - held)
             if part == "key":
                 change = cache.weights(held + moved[:: cache.group]) @ value - output
-                first, second = reach.of_keys(cache, moved)
+                tanh, path = reach.of_keys(cache, moved)
+                proved = torch.minimum(tanh, path)
             else:
-                moved_value = moved @ cache.output
-                change = weights @ moved_value
-                first, second = reach.of_values(moved_value)
-            forms = [first, second, torch.minimum(first, second)]
-            if part == "value":  # the second form bounds the window, not each query
-                forms[2] = torch.where(_mean(first) <= _mean(second), first.mT, second.mT).mT
-            rows["actual"].append(_mean(torch.linalg.vector_norm(change, dim=-1)))
-            rows["predicted"].append(_mean(torch.linalg.vector_norm(operator.matvec(moved).double(), dim=-1)))
-            for name, bound in zip(("tanh", "path", "proved"), forms, strict=True):
-                rows[name].append(_mean(bound))
-    shaped = {name: torch.stack(sizes).unflatten(0, (len(PARTS), len(formats))) for name, sizes in rows.items()}
-    return OutputErrors(**shaped, size=_mean(torch.linalg.vector_norm(output, dim=-1)))
+                change = weights @ (moved @ cache.output)
+                tanh, path = reach.of_values(moved @ cache.output)
+                # the second form bounds the window, not each query
+                proved = torch.where(_mean(tanh) <= _mean(path), tanh.mT, path.mT).mT
+            predicted = operator.matvec(moved).double().norm(dim=-1)
+            sizes = {
+                "actual": change.norm(dim=-1),
+                "predicted": predicted,
+                "tanh": tanh,
+                "path": path,
+                "proved": proved,
+            }
+            for name, per_query in sizes.items():
+                rows[name].append(_mean(per_query))
+    shaped = {name: torch.stack(row).unflatten(0, (len(PARTS), len(formats))) for name, row in rows.items()}
+    return OutputErrors(**shaped, size=_mean(output.norm(dim=-1)))
 
 
 def _mean(per_query: Tensor) -> Tensor:
@@ -137,14 +144,14 @@ class _Reach:
         seen = (cache.bias != HIDDEN).expand_as(weights)
         spread = torch.stack([_spread(*head) for head in zip(weights, value, output, strict=True)])
         columns, rows = weights.sum(-2).amax(-1), weights.sum(-1).amax(-1)
-        blur = 4 * (weights.shape[-1] + 8) * _EPS * torch.linalg.vector_norm(value, dim=-1).amax(-1)[:, None]
+        blur = 4 * (weights.shape[-1] + 8) * _EPS * value.norm(dim=-1).amax(-1)[:, None]
         return cls(weights, seen, _diameters(value, seen, cache.causal), spread, (columns * rows).sqrt(), blur)
 
     def of_keys(self, cache: Cache, moved: Tensor) -> tuple[Tensor, Tensor]:
         """The two bounds for keys that have moved, ``(heads, n)`` each."""
         key = cache.shared(cache.key)
         error = cache.logits((key + moved)[:: cache.group]) - cache.logits(cache.key)
-        query, before, after = (torch.linalg.vector_norm(t, dim=-1).amax(-1) for t in (cache.query, key, key + moved))
+        query, before, after = (t.norm(dim=-1).amax(-1) for t in (cache.query, key, key + moved))
         bias = cache.bias.expand_as(error).masked_fill(self.weights == 0, 0.0).abs().amax((-2, -1))
         slack = (8 * (cache.query.shape[-1] + 8) * _EPS * (query * (before + after) + bias))[:, None]
         high = error.masked_fill(~self.seen, -torch.inf).amax(-1)
@@ -161,8 +168,8 @@ class _Reach:
 
     def of_values(self, moved: Tensor) -> tuple[Tensor, Tensor]:
         """The bound for every query, and the one for all of them, spread evenly over the queries."""
-        each = (self.weights @ torch.linalg.vector_norm(moved, dim=-1)[..., None]).squeeze(-1)
-        whole = self.norm * torch.linalg.matrix_norm(moved) / moved.shape[-2] ** 0.5
+        each = (self.weights @ moved.norm(dim=-1)[..., None]).squeeze(-1)
+        whole = self.norm * moved.norm(dim=(-2, -1)) / moved.shape[-2] ** 0.5
         return self._allowed(each), self._allowed(whole[:, None].expand_as(each))
 
     def _allowed(self, bound: Tensor) -> Tensor:
@@ -178,11 +185,8 @@ def _spread(weights: Tensor, value: Tensor, output: Tensor) -> Tensor:
         second = (rows @ pairs).unflatten(-1, (width, width))
         covariance = second - centre[:, :, None] * centre[:, None, :]
         slack = 8 * _EPS * (width + weights.shape[-1]) * second.diagonal(dim1=-2, dim2=-1).sum(-1)
-        spreads.append((torch.linalg.matrix_norm(covariance @ covariance).sqrt() + slack).sqrt())
+        spreads.append(((covariance @ covariance).norm(dim=(-2, -1)).sqrt() + slack).sqrt())
     return torch.cat(spreads)
-
-
-_CHUNK = 64
 
 
 def _diameters(value: Tensor, seen: Tensor, causal: bool) -> Tensor:

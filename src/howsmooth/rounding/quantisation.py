@@ -7,8 +7,9 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,13 @@ from howsmooth.rounding.allocation import Allocation, Unit, allocate, check_budg
 from howsmooth.rounding.kv_cache import PARTS
 from howsmooth.rounding.number_formats import Format, parse_formats
 from howsmooth.rounding.output_error import output_errors
-from howsmooth.rounding.rounded_model import RoundedModel, check_finite_weights, check_text_model
-from howsmooth.rounding.sensitivity import Scores, sampled_scores
+from howsmooth.rounding.rounded_model import (
+    RoundedModel,
+    Scores,
+    check_finite_weights,
+    check_text_model,
+    sampled_scores,
+)
 
 Choices = Mapping[str, Allocation | None]
 Tensors = dict[str, Tensor]
@@ -109,12 +115,11 @@ class Quantisation:
             for part, name in enumerate(PARTS):
                 actual = self.errors["actual"][:, part, index]
                 moved = actual > 0
-                ratios = {
-                    what: float((self.errors[what][:, part, index][moved] / actual[moved]).median())
-                    if bool(moved.any())
-                    else 1.0
-                    for what in ("proved", "predicted")
-                }
+                ratios = {"proved": 1.0, "predicted": 1.0}
+                if bool(moved.any()):
+                    ratios = {
+                        what: float((self.errors[what][:, part, index] / actual)[moved].median()) for what in ratios
+                    }
                 damage, error = self.scores.damage(self.scores.products[:, :, part, index].sum((1, 2)))
                 layer = int(self.scores.by_layer[:, part, index].argmax())
                 about = {"format": form.name, "what": name, "bits": self.bits[index], "most_in": layer}
@@ -124,28 +129,25 @@ class Quantisation:
     def rows(self) -> list[dict[str, Any]]:
         """One row per layer, head, part and format; ``kl`` is the damage through this head alone, per token."""
         damage, error = self.scores.damage(self.scores.products)
-        layers, parts, forms, heads = damage.shape
-        rows = []
-        for layer in range(layers):
-            for head in range(heads):
-                for part in range(parts):
-                    for form in range(forms):
-                        index = (layer, part, form, head)
-                        rows.append(
-                            {
-                                "layer": layer,
-                                "head": head,
-                                "kv_head": head // self.scores.group,
-                                "what": PARTS[part],
-                                "format": self.formats[form].name,
-                                "bits": self.bits[form],
-                                **{name: float(self.errors[name][index]) for name in ("actual", "predicted", "proved")},
-                                "size": float(self.errors["size"][layer, head]),
-                                "kl": float(damage[index]),
-                                "kl_error": float(error[index]),
-                            }
-                        )
-        return rows
+        layers, parts, forms, heads = map(range, damage.shape)
+        return [
+            {
+                "layer": layer,
+                "head": head,
+                "kv_head": head // self.scores.group,
+                "what": PARTS[part],
+                "format": self.formats[form].name,
+                "bits": self.bits[form],
+                **{
+                    name: float(self.errors[name][layer, part, form, head])
+                    for name in ("actual", "predicted", "proved")
+                },
+                "size": float(self.errors["size"][layer, head]),
+                "kl": float(damage[layer, part, form, head]),
+                "kl_error": float(error[layer, part, form, head]),
+            }
+            for layer, head, part, form in product(layers, heads, parts, forms)
+        ]
 
 
 @validated
@@ -202,65 +204,45 @@ def quantise(
         "samples": samples,
         "howsmooth": version("howsmooth"),
     }
-    captures = _Captures(opened)
 
-    def numbers(index: int, window: Window) -> Tensors:
-        rounded = captures.captured(window)
+    @lru_cache(maxsize=1)
+    def captured(index: int) -> RoundedModel:
+        return RoundedModel.of(opened.model, opened.inputs(learnt[index]))
+
+    def numbers(index: int) -> Tensors:
+        rounded = captured(index)
         if budget is not None:  # before the work begins
             check_budget(budget, chosen, _bits(chosen, _sizes(rounded), length))
         tell(f"window {index + 1} of {len(learnt)}: errors and scores")
         return window_numbers(rounded, chosen, samples, seed + index)
 
+    def outcomes(index: int) -> Tensors:
+        tell(f"checking on window {index + 1} of {len(held_out)}")
+        model = captured(len(learnt) - 1)  # the last one: of a window that only checks no sites are needed
+        return window_outcomes(model.on(opened.inputs(held_out[index])), choices)
+
     with Ledger.writing(out, run, resume) as ledger:
         stored = [
-            ledger.tensors(f"window at {window.start}, seed {seed + index}", partial(numbers, index, window))
+            ledger.tensors(f"window at {window.start}, seed {seed + index}", partial(numbers, index))
             for index, window in enumerate(learnt)
         ]
         result = gathered(opened, chosen, stored, length)
         if budget is None:
             return result
-        check_budget(budget, chosen, result.bits)
-        choices = _choices(result, budget, per)
+        given = result.scores.by_cache, result.formats, result.bits, budget
+        choices: Choices = {
+            "exact": None,
+            "uniform": uniform(*given),
+            "first and last": first_and_last(*given),
+            "allocation": allocate(*given, per),
+        }
         named = json.dumps([None if choice is None else choice.choice.tolist() for choice in choices.values()])
         digest = hashlib.sha256(named.encode()).hexdigest()
-
-        def outcomes(index: int, window: Window) -> Tensors:
-            tell(f"checking on window {index + 1} of {len(held_out)}")
-            return window_outcomes(captures.uncaptured(window), choices)
-
         checked = [
-            ledger.tensors(f"check at {window.start} of {digest}", partial(outcomes, index, window))
+            ledger.tensors(f"check at {window.start} of {digest}", partial(outcomes, index))
             for index, window in enumerate(held_out)
         ]
     return replace(result, checks=checks(choices, checked))
-
-
-@dataclass
-class _Captures:
-    """A model whose windows are captured once, and only where their sites are needed."""
-
-    opened: OpenModel
-    last: RoundedModel | None = None
-
-    def captured(self, window: Window) -> RoundedModel:
-        """The model on a window, with its sites."""
-        self.last = RoundedModel.of(self.opened.model, self.opened.inputs(window))
-        return self.last
-
-    def uncaptured(self, window: Window) -> RoundedModel:
-        """The model on a window of the length of the others, without its sites where another was captured."""
-        return self.captured(window) if self.last is None else self.last.on(self.opened.inputs(window))
-
-
-def _choices(result: Quantisation, budget: float, per: Unit) -> Choices:
-    """The allocations that are compared."""
-    damage, formats, bits = result.scores.by_cache, result.formats, result.bits
-    return {
-        "exact": None,
-        "uniform": uniform(damage, formats, bits, budget),
-        "first and last": first_and_last(damage, formats, bits, budget),
-        "allocation": allocate(damage, formats, bits, budget, per),
-    }
 
 
 def _opened(model: str | OpenModel, device: Device | None, dtype: Dtype | None) -> OpenModel:
@@ -344,6 +326,6 @@ def checks(choices: Choices, windows: Sequence[Tensors]) -> tuple[Check, ...]:
     damage = torch.stack([one["damage"] for one in windows], -1).tolist()
     loss = torch.stack([one["loss"] for one in windows], -1).tolist() or [[] for _ in choices]
     return tuple(
-        Check(name, choice, tuple(some), tuple(said))
-        for (name, choice), some, said in zip(choices.items(), damage, loss, strict=True)
+        Check(name, choice, tuple(damages), tuple(losses))
+        for (name, choice), damages, losses in zip(choices.items(), damage, loss, strict=True)
     )

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds.own.three_path import TINY, push_radii
-from howsmooth.certificates.ball.head_ball import HeadBall
-from howsmooth.certificates.ball.norm_of_partitioned_sum import norm_of_partitioned_sum
+from howsmooth.certificates.ball.head_ball import HeadBall, norm_of_partitioned_sum
 from howsmooth.certificates.ball.weight_perturbation import PerturbationStep
+from howsmooth.certificates.point.enclosure import range_bases
 from howsmooth.certificates.point.proved_eigenvalue import top_bounds
 from howsmooth.numerics.roundoff import gamma
 
@@ -110,8 +110,8 @@ def row_by_row(left: Side, right: Side) -> Tensor:
     return left.norms(best.exp(), first) * right.norms((-best).exp(), second)
 
 
-def over_keys(left: Side, right: Side, queries: int) -> Tensor:
-    """The bound for sums over heads and queries, ``(keys,)``, with weights that are good for its maximum.
+def over_keys(left: Side, right: Side, queries: int = 1) -> float:
+    """The largest bound of a key for sums over heads and queries, with weights that are good for it.
 
     The left side has ``queries`` rows, the right side the keys, with ``(queries·heads)`` for its heads.
     """
@@ -128,7 +128,7 @@ def over_keys(left: Side, right: Side, queries: int) -> Tensor:
         shares = torch.softmax(_SHARPNESS * sizes / sizes.amax().clamp_min(TINY), 0) @ _normalised(read)
         logs = logs - (_normalised(written) - _normalised(shares.view(logs.shape))) / (1 + step / _STEPS)
     loads = left.norms(best.exp(), first).square()[:, None] / best.exp()
-    return right.norms(loads.flatten()[None].expand(len(right.rows), -1), second)
+    return float(right.norms(loads.flatten()[None].expand(len(right.rows), -1), second).amax())
 
 
 def _normalised(shares: Tensor) -> Tensor:
@@ -140,10 +140,9 @@ class BlockBall:
 
     def __init__(self, attention: AttentionMap, balls: Sequence[HeadBall]):
         self.balls, self.eps = balls, balls[0].eps
-        self.output_bases = _bases(attention.output_weight.double().mT, attention.heads)
-        weights = (attention.query_weight, attention.key_weight, attention.value_weight)
-        self.query_bases, self.key_bases, self.value_bases = (
-            _bases(weight.double().mT, attention.heads) for weight in weights
+        weights = attention.query_weight, attention.key_weight, attention.value_weight, attention.output_weight
+        self.query_bases, self.key_bases, self.value_bases, self.output_bases = (
+            range_bases(weight.double().mT).repeat_interleave(attention.heads // len(weight), 0) for weight in weights
         )
         self.upper_weights, self.score = self._joined("upper_weights"), self._joined("score")
         self.n = self.upper_weights.shape[-1]
@@ -168,10 +167,6 @@ class BlockBall:
         """An attribute of the balls, for all heads."""
         return torch.cat([attrgetter(name)(ball) for ball in self.balls])
 
-    def _sum_over_keys(self, left: Side, right: Side, queries: int = 1) -> float:
-        """The largest of `over_keys`."""
-        return float(over_keys(left, right, queries).amax())
-
     @cached_property
     def _steps(self) -> list[PerturbationStep]:
         """The steps of the perturbation of all heads."""
@@ -184,17 +179,12 @@ class BlockBall:
     @cached_property
     def _centred_values(self) -> Tensor:
         """u_ij, ``(n, heads, n, d_out)``."""
-        return self._in_output(torch.cat([ball.centred_values() for ball in self.balls]))
-
-    def _in_output(self, vectors: Tensor) -> Tensor:
-        """Vectors of the heads ``(heads, n, n, m)`` in the output, ``(n, heads, n, d_out)``."""
-        return (vectors @ self.output_bases.mT[:, None]).transpose(0, 1).contiguous()
+        return _outside([ball.centred_values() for ball in self.balls], self.output_bases)
 
     @cached_property
     def _centred_keys(self) -> Tensor:
         """b_ij, ``(n, heads, n, d)``."""
-        keys = torch.cat([ball.centred_keys() for ball in self.balls])
-        return (keys @ self.query_bases.mT[:, None]).transpose(0, 1).contiguous()
+        return _outside([ball.centred_keys() for ball in self.balls], self.query_bases)
 
     @cached_property
     def _pushes(self) -> Tensor:
@@ -207,14 +197,11 @@ class BlockBall:
 
     def _value_side(self, loads: Tensor, apart: Tensor | None = None) -> Side:
         """u_ij, or other vectors, under loads ``(heads, n, n)``."""
-        off = self._joined("value_radius") * loads.sum(-1).sqrt()
-        apart = self._centred_values if apart is None else apart
-        return Side(loads.transpose(0, 1).contiguous().sqrt()[..., None] * apart, off.mT)
+        return _under(loads, self._centred_values if apart is None else apart, self._joined("value_radius"))
 
     def _key_side(self, loads: Tensor) -> Side:
         """b_ij under loads."""
-        off = self._joined("key_radius") * loads.sum(-1).sqrt()
-        return Side(loads.transpose(0, 1).contiguous().sqrt()[..., None] * self._centred_keys, off.mT)
+        return _under(loads, self._centred_keys, self._joined("key_radius"))
 
     def _push_side(self, loads: Tensor, keys: Tensor) -> Side:
         """t_ij of some keys under loads, for every query and head."""
@@ -241,17 +228,12 @@ class BlockBall:
         maps, error = self._value_map
         return Side(self.eps * (maps.mT @ self.output_bases.mT)[None], self.eps * error[None])
 
-    def _projector_side(self, bases: Tensor, sizes: Tensor) -> Side:
-        """Projectors times sizes ``(b, heads)``."""
-        return Side(sizes[..., None, None] * bases.mT, torch.zeros_like(sizes))
-
     def query_change(self) -> Tensor:
         """≥ the change of the blocks of the queries, ``(n,)``."""
-        moved = Side(
-            *(part.expand(self.n, *part.shape[1:]) for part in (self._value_maps.rows, self._value_maps.error))
-        )
+        maps = self._value_maps
+        moved = Side(maps.rows.expand(self.n, -1, -1, -1), maps.error.expand(self.n, -1))
         still, keys = self._value_side(self.upper_weights), self._key_side(self.upper_weights)
-        query_side = self._projector_side(self.query_bases, (self.eps * self.score).expand(self.n, -1))
+        query_side = _projectors(self.query_bases, (self.eps * self.score).expand(self.n, -1))
         bound = row_by_row(moved, keys) + row_by_row(moved, query_side) + row_by_row(still, query_side)
         for step in self._steps:
             bound = bound + 2 * row_by_row(self._value_side(step.loads), self._key_side(step.mixture))
@@ -263,15 +245,15 @@ class BlockBall:
         bound = self._value_sum_norm(torch.cat([ball.weight_matrix_change(mask) for ball in self.balls]))
         for step in self._steps:
             left, right = self._value_side(step.loads), self._push_side(step.mixture, keys)
-            bound = bound + 2 * self._sum_over_keys(left, right, self.n)
-        bound = bound + self._sum_over_keys(self._value_maps, self._push_side_by_head(self.upper_weights, keys))
+            bound = bound + 2 * over_keys(left, right, self.n)
+        bound = bound + over_keys(self._value_maps, self._push_side_by_head(self.upper_weights, keys))
         return bound + self.query_move_change(keys)
 
     def query_move_change(self, keys: Tensor) -> float:
         """≥ the change of the key path by the queries' move."""
         loads, sizes = self.upper_weights[..., keys], self.eps * self.score
-        moved = self._projector_side(self.key_bases, loads.sum(1).sqrt().mT * sizes)
-        bound = self._sum_over_keys(self._value_maps, moved)
+        moved = _projectors(self.key_bases, loads.sum(1).sqrt().mT * sizes)
+        bound = over_keys(self._value_maps, moved)
         still = self._value_side(self.upper_weights)
         single = (loads * still.sizes.mT.square()[..., None]).sum(1).amax(-1).sqrt() * sizes
         if float(single.amax()) == 0:  # no query moves
@@ -279,7 +261,7 @@ class BlockBall:
         weights = single.clamp_min(1e-6 * float(single.amax())) / still.sizes.square()
         shares = still.norms(weights, still.start_vectors).square()[:, None] / weights
         reads = torch.einsum("hij,ih->jh", loads, shares).sqrt() * sizes
-        query_side = self._projector_side(self.key_bases, reads)
+        query_side = _projectors(self.key_bases, reads)
         return bound + float(query_side.norms(torch.ones_like(reads), query_side.start_vectors).amax())
 
     def _value_sum_norm(self, sizes: Tensor) -> float:
@@ -287,8 +269,10 @@ class BlockBall:
         maps, error = self._value_map
         u, s, v = torch.linalg.svd(maps, full_matrices=False)
         roots = (s * sizes[:, None]).sqrt()
-        left = Side((roots[..., None] * u.mT @ self.output_bases.mT)[None], torch.zeros_like(sizes)[None])
-        right = Side((roots[..., None] * v @ self.value_bases.mT)[None], torch.zeros_like(sizes)[None])
+        left, right = (
+            _exact((roots[..., None] * vectors @ bases.mT)[None])
+            for vectors, bases in ((u.mT, self.output_bases), (v, self.value_bases))
+        )
         error = error + gamma(64 * maps.shape[-1] * maps.shape[-2]) * s.sum(-1)  # of the decomposition
         return float(row_by_row(left, right)) + float((sizes * error).sum())
 
@@ -301,18 +285,16 @@ class BlockBall:
         bound = self._value_sum_norm(self._joined("weight_change")[..., key].norm(dim=-1))
         bound = bound + self._key_term(self._along_values(key, along), torch.ones_like(variances), at)
         loads, size = (torch.cat([getattr(o, name) for o in others]) for name in ("loads", "size"))
-        apart = torch.cat([ball.centred_values(o.centres) for ball, o in zip(self.balls, others, strict=True)])
-        bound = bound + self._key_term(self._value_side(loads, self._in_output(apart)), size, at)
+        apart = [ball.centred_values(o.centres) for ball, o in zip(self.balls, others, strict=True)]
+        bound = bound + self._key_term(self._value_side(loads, _outside(apart, self.output_bases)), size, at)
         moved = self._push_side_by_head(self._loads_of_key(2 * variances, at), at)
-        bound = bound + self._sum_over_keys(self._value_maps, moved)
+        bound = bound + over_keys(self._value_maps, moved)
         known, unknown = (torch.cat(part) for part in zip(*(ball.query_move_terms for ball in self.balls), strict=True))
-        query_side = self._projector_side(
-            self.key_bases.repeat(self.n, 1, 1), torch.ones(1, known[..., 0].numel()).double()
-        )
-        bound = bound + self._sum_over_keys(self._along_values(key, known[..., key]), query_side, self.n)
+        query_side = _projectors(self.key_bases.repeat(self.n, 1, 1), torch.ones(1, known[..., 0].numel()).double())
+        bound = bound + over_keys(self._along_values(key, known[..., key]), query_side, self.n)
         loose = unknown[..., key].norm(dim=-1)[None]
-        written = self._projector_side(self.output_bases, torch.ones_like(loose))
-        return bound + self._sum_over_keys(written, self._projector_side(self.key_bases, loose))
+        written = _projectors(self.output_bases, torch.ones_like(loose))
+        return bound + over_keys(written, _projectors(self.key_bases, loose))
 
     def _along_values(self, key: int, sizes: Tensor) -> Side:
         """u_ij of one token j times sizes ``(heads, n)``."""
@@ -321,16 +303,28 @@ class BlockBall:
 
     def _key_term(self, left: Side, sizes: Tensor, at: Tensor) -> float:
         """≥ the norm of a sum of these vectors times t_ij of one token times sizes ``(heads, n)``."""
-        return self._sum_over_keys(left, self._push_side(self._loads_of_key(sizes, at), at), self.n)
+        return over_keys(left, self._push_side(self._loads_of_key(sizes, at), at), self.n)
 
     def _loads_of_key(self, sizes: Tensor, at: Tensor) -> Tensor:
         """Squares of sizes ``(heads, n)`` as the loads of one key."""
         return torch.zeros_like(self.upper_weights).index_copy(-1, at, sizes.square()[..., None])
 
 
-def _bases(matrices: Tensor, heads: int) -> Tensor:
-    """Orthonormal bases of the ranges of matrices ``(…, d, k)``, one per head, as the paths use them."""
-    tall = matrices.shape[-2] > matrices.shape[-1]
-    identity = torch.eye(matrices.shape[-2], dtype=matrices.dtype).expand(len(matrices), -1, -1)
-    bases = torch.linalg.qr(matrices).Q if tall else identity
-    return bases.repeat_interleave(heads // len(matrices), 0)
+def _exact(rows: Tensor) -> Side:
+    return Side(rows, rows.new_zeros(rows.shape[:2]))
+
+
+def _projectors(bases: Tensor, sizes: Tensor) -> Side:
+    """Projectors times sizes ``(b, heads)``."""
+    return _exact(sizes[..., None, None] * bases.mT)
+
+
+def _outside(vectors: Sequence[Tensor], bases: Tensor) -> Tensor:
+    """Vectors ``(g, n, n, m)`` of groups of heads in the input or output, ``(n, heads, n, d)``."""
+    return (torch.cat(list(vectors)) @ bases.mT[:, None]).transpose(0, 1).contiguous()
+
+
+def _under(loads: Tensor, vectors: Tensor, radius: Tensor) -> Side:
+    """Vectors ``(n, heads, n, d)`` with these rounding errors under loads ``(heads, n, n)``."""
+    rows = loads.transpose(0, 1).contiguous().sqrt()[..., None] * vectors
+    return Side(rows, (radius * loads.sum(-1).sqrt()).mT)

@@ -26,13 +26,17 @@ from howsmooth.bounds.own.three_path import (
     push_radii,
     root,
     spread_norm,
+    top,
 )
 from howsmooth.bounds.three_paths import Paths, distances, mixed_pairs
-from howsmooth.certificates.ball.leave_one_out import MIN_REMAINDER, LeaveOneOut
-from howsmooth.certificates.ball.norm_of_partitioned_sum import norm_of_partitioned_sum
-from howsmooth.certificates.ball.weight_boxes import largest_mean
-from howsmooth.certificates.ball.weight_perturbation import PerturbationStep, WeightPerturbation, exponential_mean
-from howsmooth.certificates.point.proved_eigenvalue import largest_eigenvalues
+from howsmooth.certificates.ball.weight_perturbation import (
+    MIN_REMAINDER,
+    LeaveOneOut,
+    PerturbationStep,
+    WeightPerturbation,
+    exponential_mean,
+    largest_mean,
+)
 from howsmooth.numerics.roundoff import gamma
 
 _POWERS = (0.5, 0.75, 1.0)
@@ -43,6 +47,8 @@ _HADAMARD_LIMIT = 128
 """Maximum number of tokens for which Hadamard products are formed: n matrices of n rows a head."""
 _MAX_SHIFT = 20.0
 """Shifts κ above this give no bound on a mean: its deviation on the whole ball is smaller."""
+_STEPS = 30
+"""Steps towards better λ and μ."""
 
 
 class HeadGeometry:
@@ -229,10 +235,10 @@ class PerturbedHeads(HeadGeometry):
         values, keys, roots = self.centred_values(), self.centred_keys(), root(mixture)
         grams = (values @ values.mT) * (keys @ keys.mT) * (roots[..., None] * roots[..., None, :])
         trace = (mixture * (self.value_distances * self.key_distances).square()).sum(-1)
-        top = largest_eigenvalues(grams) + gamma(16 * sum(keys.shape[-2:])) * trace
+        largest = top(grams) + gamma(16 * sum(keys.shape[-2:])) * trace
         off = self.value_radius[..., None] * self.key_distances
         off = root((mixture * (off + self.key_radius[..., None] * self.value_distances).square()).sum(-1))
-        return nowhere_nan(self.moves * (root(top) + off + 0.5 * mean_shift * self.key_moment(mixture).sqrt()))
+        return nowhere_nan(self.moves * (root(largest) + off + 0.5 * mean_shift * self.key_moment(mixture).sqrt()))
 
     def leave_one_out(self, keys: Tensor) -> LeaveOneOut:
         """The rows without one token of every head, ``keys (g,)``."""
@@ -257,6 +263,7 @@ class HeadBall(PerturbedHeads):
         bound = norm * self.value + torch.minimum(diagonal, from_input) + self.key_path_norm()
         return nowhere_nan(bound * self.group.allowance)
 
+    @cached_property
     def change(self) -> Tensor:
         """≥ ‖J − J⁰‖ on the ball, ``(g,)``."""
         values, keys, queries = self.block_changes
@@ -371,10 +378,10 @@ class HeadBall(PerturbedHeads):
         weights, push = group.weights * mask * mean_shift, group.push
         trace = (weights.square().sum(-1) * self.push_lengths[..., 0].square()).sum(-1)  # from above, for its rounding
         gram = (weights @ weights.mT) * (push @ push.mT)
-        top = largest_eigenvalues(gram) + gamma(16 * sum(push.shape[1:])) * trace
+        largest = top(gram) + gamma(16 * sum(push.shape[1:])) * trace
         off = torch.expm1(group.radii.weights)[..., None] * self.push_lengths + push_radii(group)
         return (
-            root(top)
+            root(largest)
             + nonnegative_norm(weights * off)
             + nonnegative_norm(self.weight_change * mask * mean_shift * self.push_lengths)
         )
@@ -394,3 +401,41 @@ class HeadBall(PerturbedHeads):
 def _positive(distances: Tensor) -> Tensor:
     """Distances raised above zero, as divisors."""
     return distances + 1e-3 * distances.amax(-1, keepdim=True) + TINY
+
+
+def norm_of_partitioned_sum(columns: Tensor, blocks: Tensor) -> Tensor:
+    """≥ ‖K + Q‖ from c and q, ``(…, parts) → (…)``.
+
+    If K maps inputs of part k to at most c_k times their length and Q, diagonal in the parts, to at most q_k times,
+    then ‖K + Q‖ ≤ ½(λ + μ + Σ_k c_k²/(μ − q_k²/λ)) for all λ > 0 and μ > max_k q_k²/λ. Proof:
+    docs/theory/certificates-ball.md, section "The norm of a partitioned sum".
+
+    >>> columns, blocks = torch.tensor([[3.0, 4.0]] * 2), torch.tensor([[2.0, 2.0], [0.0, 2.0]])
+    >>> norm_of_partitioned_sum(columns.double(), blocks.double())
+    tensor([7.0000, 6.7082], dtype=torch.float64)
+    """
+    plain = columns.norm(dim=-1) + blocks.amax(-1)
+    unit = plain.detach().clamp_min(TINY)[..., None]
+    c, q = columns / unit, blocks / unit
+    level, mu = _levels(c.detach(), q.detach())
+    minimum = 0.5 * (level + mu)[..., 0] + 0.5 * (c.square() / (mu - q.square() / level)).sum(-1)
+    return torch.fmin(plain, unit[..., 0] * minimum) * (1 + gamma(16 * (1 + columns.shape[-1])))
+
+
+def _levels(c: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """λ and μ, ``(…, 1)``; they count as constants, where the bound has the right derivative."""
+    a = _unit(c + q)
+    for _ in range(_STEPS):
+        a = _unit(c + q.square() * a / _length(q * a))
+    level = _length(q * a)
+    steep = q.square() / level
+    minimum = steep.amax(-1, keepdim=True) * (1 + 1e-9) + TINY
+    return level, torch.maximum((c + steep * a).norm(dim=-1, keepdim=True), minimum)
+
+
+def _length(vectors: Tensor) -> Tensor:
+    return vectors.norm(dim=-1, keepdim=True).clamp_min(1e-150)
+
+
+def _unit(vectors: Tensor) -> Tensor:
+    return vectors / _length(vectors)

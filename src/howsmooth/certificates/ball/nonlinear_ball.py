@@ -20,24 +20,12 @@ from howsmooth.attention.stages import Chain, Rotary, Scale, TokenStage, UnitNor
 from howsmooth.bounds.own.neighbourhood import softmax_ceiling
 from howsmooth.bounds.own.three_path import nonnegative_norm
 from howsmooth.bounds.three_paths import PathsAt
-from howsmooth.certificates.ball.weight_boxes import largest_mean
+from howsmooth.certificates.ball.weight_perturbation import largest_mean
 from howsmooth.certificates.network.affine_form import spectral_ceiling
 from howsmooth.errors import DoesNotApply
 from howsmooth.numerics.roundoff import gamma
 
 _RAISED = 1 + gamma(2**14)
-
-
-def nonlinear_bound(at: PathsAt, moves: Tensor) -> Tensor:
-    """The bound of every head, ``(heads,)``.
-
-    >>> import howsmooth as hs
-    >>> head, x = hs.SelfAttention.random(4, softcap=2.0).in_dtype(torch.float64), torch.eye(3, 4).double()
-    >>> near, far = (float(nonlinear_bound(PathsAt(head, x), torch.full((3,), eps))) for eps in (0.1, 0.2))
-    >>> bool(hs.measure(head, x).lower < near < far)
-    True
-    """
-    return NonlinearBall(at, moves.double()).bound()
 
 
 class NonlinearBall:
@@ -46,10 +34,16 @@ class NonlinearBall:
     Attributes:
         query, key, value: the token-wise maps. weights: ends of P and largest slopes on the ball.
         centred_keys: k_j − c_i ``(heads, i, j, k)``. pull, push: M^qᵀ_i of it, and M^kᵀ_j q_i.
+
+    >>> import howsmooth as hs
+    >>> head, x = hs.SelfAttention.random(4, softcap=2.0).in_dtype(torch.float64), torch.eye(3, 4).double()
+    >>> near, far = (float(NonlinearBall(PathsAt(head, x), torch.full((3,), eps)).bound()) for eps in (0.1, 0.2))
+    >>> bool(hs.measure(head, x).lower < near < far)
+    True
     """
 
     def __init__(self, at: PathsAt, moves: Tensor):
-        attention, (x,) = at.attention, at.tokens
+        attention, (x,), moves = at.attention, at.tokens, moves.double()
         matrices = (attention.query_weight, attention.key_weight, attention.value_weight)
         self.query, self.key, self.value = (
             _Feature.of(list(chain), start, matrix.repeat_interleave(attention.heads // len(matrix), 0), x, moves)

@@ -4,7 +4,10 @@ Row i on the ball is P ∝ P⁰e^{β+a} with the query's shift |β_j| ≤ B_j = 
 |a_j| ≤ κ_i. If |log(P_j/P'_j)| ≤ η_j and M = ½(P + P'), then |Cov_P(u, z) − Cov_{P'}(u, z)| ≤ φ(Σ_j M_j z_j²)^½ with
 φ = 2‖Σ_j M_j tanh²(η_j/2)(u_j − ū)(u_j − ū)ᵀ‖^½. The query's perturbation is one step, that of the keys several.
 
-Proof: docs/theory/certificates-ball.md, section "Perturbed weights".
+With R ∝ P_l, l ≠ s, the mean m = E_R v⁰ of all tokens but s moves by Δm = Σ_l (R⁰_l e^{B'_l})^½ (v⁰_l − c) ξ_l,
+|ξ| ≤ ρ_i + sinh κ_i, for every point c: the distances of the remaining tokens from each other count, not those from s.
+
+Proof: docs/theory/certificates-ball.md, sections "Perturbed weights" and "Leave-one-out means".
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from torch import Tensor
 
 from howsmooth.bounds.own.neighbourhood import softmax_ceiling
 from howsmooth.bounds.own.three_path import TINY, root
-from howsmooth.bounds.three_paths import LEAST
+from howsmooth.bounds.three_paths import LEAST, Paths
+from howsmooth.numerics.roundoff import gamma
 
 KEY_STEPS = 3
 """Steps of the perturbation by the keys."""
@@ -27,9 +31,13 @@ _MIN_SHARE = 1e-6
 """ϑ lies between this and its inverse."""
 _SLACK = 2.0**-50
 """Bound on the rounding error of 1 − p for p up to 1; bounds on weights are moved apart by as much."""
+MIN_REMAINDER = 1e-100
+"""One minus a weight counts as zero below this, so that quotients are finite."""
 
 Moment = Callable[[Tensor], Tensor]
 """≥ ‖Σ_j w_ij a_ij a_ijᵀ‖ for weights ``(g, n, n)``, ``(g, n)``."""
+KeyMoment = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""≥ ‖Σ_j w_ij b_ij b_ijᵀ‖, ``(g, n)``, for weights and keys about centres with rounding errors up to a radius."""
 
 
 @dataclass(frozen=True)
@@ -136,3 +144,57 @@ class WeightPerturbation:
 def exponential_mean(x: Tensor) -> Tensor:
     """(e^x − 1)/x, the mean of e^t for t from 0 to x."""
     return torch.expm1(x.clamp_min(TINY)) / x.clamp_min(TINY)
+
+
+def largest_mean(numbers: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """max Σ_j p_j·number_j over low ≤ p ≤ high, Σp = 1, along the last axis.
+
+    The free mass 1 − Σ low goes to the largest numbers first. It is known to within a few roundings of 1, a large
+    relative error where one weight is nearly 1.
+
+    >>> n, none, most = torch.tensor([1.0, 5.0, 3.0]), torch.zeros(3), torch.tensor([1.0, 0.25, 0.5])
+    >>> float(largest_mean(n, none, most))  # ¼·5 + ½·3 + ¼·1
+    3.0
+    """
+    order = numbers.argsort(-1, descending=True)
+    sorted_numbers, floor, room = (t.gather(-1, order) for t in (numbers, low, high - low))
+    free = (1 - low.sum(-1, keepdim=True) + gamma(8 * (numbers.shape[-1] + 2))).clamp_min(0.0)
+    before = room.cumsum(-1) - room
+    taken = torch.minimum((free - before).clamp_min(0.0), room)
+    return ((floor + taken) * sorted_numbers).sum(-1) * (1 + gamma(8 * numbers.shape[-1]))
+
+
+@dataclass(frozen=True)
+class LeaveOneOut:
+    """Every row without one token: loads ≥ R⁰e^{B'} ``(g, n, n)``, points c ``(g, n, m)``, size ≥ |ξ| ``(g, n)``."""
+
+    loads: Tensor
+    centres: Tensor
+    size: Tensor
+
+    @classmethod
+    def of(
+        cls, keys: Tensor, group: Paths, moves: Tensor, key_factor: Tensor, radius: Tensor, moment: KeyMoment
+    ) -> LeaveOneOut:
+        """All tokens of every map but ``keys (g,)``.
+
+        ``key_factor`` is sinh κ_i, ``radius`` bounds the rounding error of a b_ij, ``(g, n)`` each.
+        """
+        chosen = torch.nn.functional.one_hot(keys, group.weights.shape[-1]).bool()[:, None]
+        remainder = 1 - (group.upper_weights * chosen).sum(-1, keepdim=True)
+        here = torch.where(
+            remainder > MIN_REMAINDER,
+            group.upper_weights / remainder.clamp_min(MIN_REMAINDER),
+            group.seen.to(remainder),
+        )
+        here = here.clamp_max(1.0).masked_fill(chosen, 0.0)
+        plain = group.weights.masked_fill(chosen, 0.0)
+        plain = plain / plain.sum(-1, keepdim=True).clamp_min(TINY)
+        middle = plain @ group.pull
+        key_distances = group.pull_distances(middle)
+        mean_error = torch.expm1(2 * group.radii.weights + gamma(4 * len(moves))) * key_distances.amax(-1)
+        error = radius + mean_error
+        query_shifts = moves[:, None] * (key_distances + error[..., None])
+        growth = exponential_mean(query_shifts).square()
+        size = moves * root(moment(here * growth, middle, error)) + key_factor
+        return cls((here * torch.exp(query_shifts)).clamp_max(1.0), plain @ group.value, size)

@@ -80,10 +80,7 @@ class Expansion:
     @cached_property
     def unsaturated(self) -> Tensor:
         """The mass q outside the largest weight."""
-        others = self.weights.masked_fill(
-            torch.nn.functional.one_hot(self.weights.argmax(-1), self.weights.shape[-1]).bool(), 0.0
-        )
-        return others.sum(-1)
+        return self.weights.scatter(-1, self.weights.argmax(-1, keepdim=True), 0.0).sum(-1)
 
     def growth(self, radii: Tensor) -> Tensor:
         r"""η with :math:`P_j \le e^{η}P^0_j` for all j and every P on balls of radii ``(b, 1)``, ``(b, heads)``.
@@ -116,13 +113,9 @@ class Expansion:
         largest = torch.linalg.eigvalsh(self.covariance)[:, -1].clamp_min(0.0)
         return largest + len(self.covariance[0]) ** 2 * 2**-50  # LAPACK's backward error; the entries are at most ¼
 
-    def functionals(self, directions: Tensor) -> Functionals:
-        """The functionals a·o for every row a of ``(g, m)``."""
-        return Functionals(self, directions)
-
 
 class Functionals:
-    """Gradient, curvature and third derivative of functionals a·o at an input.
+    """Gradient, curvature and third derivative at an input of functionals a·o, for every row a of ``(g, m)``.
 
     Attributes:
         gradient: ``(g, n·d)``.

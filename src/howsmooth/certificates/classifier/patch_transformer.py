@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -82,18 +84,16 @@ class PatchTransformer(nn.Module):
         super().__init__()
         self.heads, self.mean = check_count(heads, "heads"), mean
         self.deviation = check_positive(deviation, "deviation")
-        known = {"cls_token", "pos_embedding"}
-        for name, prefix in MAPS.items():
-            weight, bias = f"{prefix}.weight", f"{prefix}.bias"
-            missing = [key for key in (weight, bias) if key not in tensors and not (key == bias and name in _UNBIASED)]
-            if missing:
-                raise UnsupportedModel(f"{missing[0]} is missing: certify reads vision transformers of one layer.")
-            known |= {weight, bias}
+        names = {name: (f"{prefix}.weight", f"{prefix}.bias") for name, prefix in MAPS.items()}
+        known = {"cls_token", "pos_embedding", *chain(*names.values())}
+        missing = known - {names[name][1] for name in _UNBIASED} - set(tensors)
+        wrong = [f"{key} is missing" for key in missing] or [
+            f"{key} has no certificate" for key in set(tensors) - known
+        ]
+        if wrong:
+            raise UnsupportedModel(f"{min(wrong)}: certify reads vision transformers of one layer.")
+        for name, (weight, bias) in names.items():
             self.add_module(name, AffineLayer(tensors[weight], tensors.get(bias)))
-        extra = sorted(set(tensors) - known)
-        if extra or not {"cls_token", "pos_embedding"} <= set(tensors):
-            what = f"{extra[0]} has no certificate" if extra else "cls_token or pos_embedding is missing"
-            raise UnsupportedModel(f"{what}: certify reads vision transformers of one layer.")
         self.register_buffer("cls_token", tensors["cls_token"].reshape(-1))
         self.register_buffer("positions", tensors["pos_embedding"].reshape(-1, len(self.cls_token)))
         self.grid, self.patch_side = self._sides()
@@ -119,16 +119,16 @@ class PatchTransformer(nn.Module):
         tensors, words = {name: lazy[name] for name in lazy}, " ".join(map(str, metadata.values()))
         known_heads = re.search(r"(\d+) heads", words)
         known_norm = re.search(r"mean (\d*\.?\d+) and std (\d*\.?\d+)", words)
-        if heads is None and known_heads is None:
-            raise InvalidInput(f"{path} does not say how many heads it has: pass heads.")
-        if (mean is None or deviation is None) and known_norm is None:
-            raise InvalidInput(f"{path} does not say how pixels are normalised: pass mean and deviation.")
-        return cls(
-            tensors,
-            heads=int(known_heads[1]) if heads is None and known_heads else heads or 1,
-            mean=float(known_norm[1]) if mean is None and known_norm else mean or 0.0,
-            deviation=float(known_norm[2]) if deviation is None and known_norm else deviation or 1.0,
-        )
+        if heads is None:
+            if known_heads is None:
+                raise InvalidInput(f"{path} does not say how many heads it has: pass heads.")
+            heads = int(known_heads[1])
+        if mean is None or deviation is None:
+            if known_norm is None:
+                raise InvalidInput(f"{path} does not say how pixels are normalised: pass mean and deviation.")
+            mean = float(known_norm[1]) if mean is None else mean
+            deviation = float(known_norm[2]) if deviation is None else deviation
+        return cls(tensors, heads, mean, deviation)
 
     def _map(self, name: str) -> AffineLayer:
         affine = getattr(self, name)
@@ -164,48 +164,32 @@ class PatchTransformer(nn.Module):
 
     def folded(self) -> Classifier:
         """The same network with everything affine multiplied out, in float64."""
-        exact, sizes = _Fold(self, Tensor.double), _Fold(self, lambda tensor: tensor.double().abs())
-        pool = PooledAttention(
-            exact.keys, exact.key_offsets, exact.values, exact.value_offsets, exact.constant, fixed=1
-        )
-        return Classifier(
-            pool,
-            exact.direct,
-            exact.direct_offset,
-            exact.hidden,
-            exact.hidden_offset,
-            exact.out,
-            (sizes.keys, sizes.key_offsets, sizes.values, sizes.value_offsets),
-        )
+        exact, sizes = _folded(self, Tensor.double), _folded(self, lambda tensor: tensor.double().abs())
+        return replace(exact, sizes=sizes.pool)
 
 
-class _Fold:
-    """The products of `PatchTransformer.folded`, or the same with absolute values in every factor."""
-
-    def __init__(self, net: PatchTransformer, read: Callable[[Tensor], Tensor]):
-        maps = {name: (read(net._map(name).matrix()), read(net._map(name).bias)) for name in MAPS}
-        (patch, patch_offset), (norm, norm_offset) = maps["patch"], maps["first_norm"]
-        centre = read(torch.full((patch.shape[1],), -net.mean / net.deviation, dtype=torch.float64))
-        inner = patch @ centre + patch_offset
-        tokens = torch.cat([read(net.cls_token)[None], inner.expand(net.grid**2, -1)]) + read(net.positions)
-        normed = tokens @ norm.mT + norm_offset  # what the layer sees of an image of zeros
-        token_map = norm @ patch / net.deviation
-        heads = (net.heads, -1)
-        (wq, bq), (wk, bk), (wv, bv) = (maps[name] for name in _UNBIASED)
-        query = (normed[0] @ wq.mT + bq).unflatten(0, heads)
-        query = query * query.shape[-1] ** -0.5
-        at_query = torch.einsum("hk,hkd->hd", query, wk.unflatten(0, heads))
-        self.keys = at_query @ token_map
-        self.key_offsets = at_query @ normed.mT + (query * bk.unflatten(0, heads)).sum(-1, keepdim=True)
-        wo, bo = maps["output"]
-        mixed = torch.einsum("ohv,hvd->hod", wo.unflatten(1, heads), wv.unflatten(0, heads))
-        shift = torch.einsum("ohv,hv->ho", wo.unflatten(1, heads), bv.unflatten(0, heads))
-        self.values = mixed @ token_map
-        self.value_offsets = normed @ mixed.mT + shift[:, None]
-        self.constant = bo + tokens[0]
-        (g2, s2), (up, up_offset), (down, down_offset) = maps["second_norm"], maps["up"], maps["down"]
-        (g3, s3), (classes, class_offset) = maps["last_norm"], maps["classes"]
-        self.hidden, self.hidden_offset = up @ g2, up @ s2 + up_offset
-        self.direct = classes @ g3
-        self.direct_offset = self.direct @ down_offset + classes @ s3 + class_offset
-        self.out = self.direct @ down
+def _folded(net: PatchTransformer, read: Callable[[Tensor], Tensor]) -> Classifier:
+    """The products of `PatchTransformer.folded`, of factors as ``read`` gives them."""
+    maps = {name: (read(net._map(name).matrix()), read(net._map(name).bias)) for name in MAPS}
+    (patch, patch_offset), (norm, norm_offset) = maps["patch"], maps["first_norm"]
+    centre = read(torch.full((patch.shape[1],), -net.mean / net.deviation, dtype=torch.float64))
+    inner = patch @ centre + patch_offset
+    tokens = torch.cat([read(net.cls_token)[None], inner.expand(net.grid**2, -1)]) + read(net.positions)
+    normed = tokens @ norm.mT + norm_offset  # of an image of zeros, as the layer sees it
+    token_map = norm @ patch / net.deviation
+    heads = (net.heads, -1)
+    (wq, bq), (wk, bk), (wv, bv) = (maps[name] for name in _UNBIASED)
+    query = (normed[0] @ wq.mT + bq).unflatten(0, heads)
+    query = query * query.shape[-1] ** -0.5
+    at_query = torch.einsum("hk,hkd->hd", query, wk.unflatten(0, heads))
+    key_offsets = at_query @ normed.mT + (query * bk.unflatten(0, heads)).sum(-1, keepdim=True)
+    wo, bo = maps["output"]
+    mixed = torch.einsum("ohv,hvd->hod", wo.unflatten(1, heads), wv.unflatten(0, heads))
+    shift = torch.einsum("ohv,hv->ho", wo.unflatten(1, heads), bv.unflatten(0, heads))
+    value_offsets = normed @ mixed.mT + shift[:, None]
+    pool = PooledAttention(at_query @ token_map, key_offsets, mixed @ token_map, value_offsets, bo + tokens[0], fixed=1)
+    (g2, s2), (up, up_offset), (down, down_offset) = maps["second_norm"], maps["up"], maps["down"]
+    (g3, s3), (classes, class_offset) = maps["last_norm"], maps["classes"]
+    direct = classes @ g3
+    direct_offset = direct @ down_offset + classes @ s3 + class_offset
+    return Classifier(pool, direct, direct_offset, up @ g2, up @ s2 + up_offset, direct @ down, sizes=pool)

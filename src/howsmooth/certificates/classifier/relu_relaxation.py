@@ -82,7 +82,7 @@ class ReluRelaxation:
         below, above = open_ & (weights > 0), open_ & (weights < 0)
         width = torch.where(open_, upper - lower, torch.ones_like(upper))
         skew = start - (lower + upper) / 2
-        curve, share, price = torch.zeros_like(upper), torch.zeros_like(upper), torch.zeros_like(upper)
+        curve = share = price = torch.zeros_like(upper)
         offset, slope = -upper * lower / width, upper / width
         if near is not None:
             reach = hidden.reach.clamp_min(1e-300)

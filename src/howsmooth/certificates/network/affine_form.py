@@ -11,10 +11,11 @@ Proof: docs/theory/certificates-network.md, section "Affine forms".
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from howsmooth.numerics.roundoff import gamma
 
@@ -77,13 +78,10 @@ class AffineForm:
     def plus(self, branch: AffineForm) -> AffineForm:
         """The sum with a branch that starts from this form, and has all of its sources first."""
         slopes = [*self.slopes, *(torch.zeros_like(slope) for slope in branch.slopes[len(self.slopes) :])]
-        rounding = (
-            torch.cat([self.rounding, branch.rounding.new_zeros(len(branch.rounding) - len(self.rounding))])
-            + branch.rounding
-        )
-        value = self.value + branch.value
-        total = AffineForm(value, tuple(a + b for a, b in zip(slopes, branch.slopes, strict=True)), rounding)
-        return AffineForm(value, total.slopes, rounding + gamma(4) * (total.size + branch.size))
+        rounding = pad(self.rounding, (0, len(branch.rounding) - len(self.rounding))) + branch.rounding
+        slopes = [a + b for a, b in zip(slopes, branch.slopes, strict=True)]
+        total = AffineForm(self.value + branch.value, tuple(slopes), rounding)
+        return replace(total, rounding=rounding + gamma(4) * (total.size + branch.size))
 
     def after(
         self, value: Tensor, slopes: Sequence[Tensor], source: Tensor, rounded: Tensor | float = 0.0
@@ -93,8 +91,8 @@ class AffineForm:
         Args:
             rounded: relative rounding error of values and slopes behind the remainder.
         """
-        made = AffineForm(value, (*slopes, source), torch.zeros_like(self.rounding))
-        return AffineForm(value, made.slopes, rounded * made.size)
+        made = AffineForm(value, (*slopes, source), self.rounding)
+        return replace(made, rounding=rounded * made.size)
 
     def token_gauge(self, skipped: int = 0) -> Tensor:
         """Rows that bound the moves of single tokens, ``(n, 1 + blocks)``, without the first sources."""

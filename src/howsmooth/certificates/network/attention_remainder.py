@@ -17,7 +17,7 @@ from torch import Tensor
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds.own.neighbourhood import softmax_ceiling
 from howsmooth.bounds.three_paths import PathsAt
-from howsmooth.certificates.ball.weight_boxes import largest_mean
+from howsmooth.certificates.ball.weight_perturbation import largest_mean
 from howsmooth.certificates.network.affine_form import AffineForm, block_diagonal, gauge, length, spectral_ceiling
 from howsmooth.certificates.network.taylor_remainders import ROUNDED, Remainder, moved_by
 from howsmooth.numerics.roundoff import gamma

@@ -56,8 +56,8 @@ class LinearisedNetwork:
         self.logits = self.form.value[0]
 
     def _through(self, parts: Sequence[Part], form: AffineForm) -> AffineForm:
-        remainder: Remainder
         for part in parts:
+            remainder: Remainder | None = None
             match part:
                 case LinearPart(weight, bias):
                     form = form.linear(weight, bias)
@@ -67,13 +67,11 @@ class LinearisedNetwork:
                     form = form.plus(self._through(branch, form))
                 case NormalisationPart(eps):
                     form, remainder = normalise(form, eps)
-                    self.remainders.append(remainder)
                 case ActivationPart(activation):
                     form, remainder = activate(form, activation)
-                    self.remainders.append(remainder)
                 case AttentionPart(attention):
                     form, remainder = attend(form, attention)
-                    self.remainders.append(remainder)
+            self.remainders += [] if remainder is None else [remainder]
         return form
 
     def margins(self, label: int, moves: Tensor, norm: float = 2) -> Tensor:

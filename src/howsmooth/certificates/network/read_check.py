@@ -32,6 +32,7 @@ from howsmooth.certificates.network.parts_ir import (
     Part,
     PoolPart,
     ResidualPart,
+    SelfAttend,
     SequenceClassifier,
     check_attention_unchanged,
     check_unchanged,
@@ -170,9 +171,13 @@ def _other(name: str) -> str:
 
 def _near(x: Tensor, reach: float) -> Tensor:
     """A random point about as far from x as a certificate reaches."""
-    move = torch.randn(x.shape, generator=random_stream(0, "agreement"), dtype=torch.float64, device="cpu")
+    move = _drawn(x, "agreement")
     size = 1 + float(x.norm())
     return x + min(max(reach, _NEAR * size), _FAR * size) * move / move.norm()
+
+
+def _drawn(like: Tensor, name: str) -> Tensor:
+    return torch.randn(like.shape, generator=random_stream(0, name), dtype=torch.float64, device="cpu")
 
 
 def _check_near(
@@ -202,9 +207,8 @@ def _with_slope(f: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tenso
     with torch.enable_grad():
         x = x.detach().clone().requires_grad_()
         value = _called(f, x)
-        generator = random_stream(0, "slopes")
-        weights = torch.randn(value.shape, generator=generator, dtype=torch.float64, device="cpu")
-        slope = torch.autograd.grad((value * weights).sum(), x, allow_unused=True)[0] if value.requires_grad else None
+        total = (value * _drawn(value, "slopes")).sum()
+        slope = torch.autograd.grad(total, x, allow_unused=True)[0] if value.requires_grad else None
     return value.detach(), torch.zeros_like(x) if slope is None else slope
 
 
@@ -220,15 +224,14 @@ def _called(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         ) from error
 
 
-def _of_one_sequence(f: Callable[..., object], x: Tensor) -> Tensor:
+def _of_one_sequence(layer: nn.Module, x: Tensor) -> Tensor:
     """The output for tokens ``(n, d)`` of a layer, also of one that takes batches only."""
-    if isinstance(f, nn.MultiheadAttention):
-        return f(x, x, x, need_weights=False)[0]
+    attend = SelfAttend(layer)
     try:
-        output = first_tensor(f(x))
+        output = attend(x)
     except Exception:  # blocks of models unpack a batch in ways of their own
-        return first_tensor(f(x[None]))[0]
-    return output if output.dim() == x.dim() else first_tensor(f(x[None]))[0]
+        return attend(x[None])[0]
+    return output if output.dim() == x.dim() else attend(x[None])[0]
 
 
 def _alike(one: Tensor, other: Tensor, tolerance: float) -> bool:

@@ -18,9 +18,7 @@ from torch import Tensor
 
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds.own.three_path import three_path_of
-from howsmooth.certificates.ball.norm_of_head_sum import norm_of_head_sum
-from howsmooth.certificates.point.block_gram import StackedHeads
-from howsmooth.certificates.point.head_gram import HeadBlocks, HeadsAt
+from howsmooth.certificates.point.head_gram import HeadBlocks, HeadsAt, StackedHeads
 from howsmooth.certificates.point.proved_eigenvalue import cholesky_bound, deflated_bound, top_eigenvalue
 from howsmooth.errors import InvalidInput
 from howsmooth.norms.local_constant import measure, measure_heads
@@ -40,6 +38,8 @@ BLOCK_DEFLATED = 200
 """Leading singular vectors that deflate a block, whose spectrum is longer."""
 _LEAST = 1e-140
 """Numbers below this or above its inverse may under- or overflow in a sum of squares."""
+_POWERS = (0.0, 0.25, 0.5)
+"""Weights a_h of the heads in a sum: their norms to one of these powers."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def enclose_heads(at: HeadsAt) -> list[Enclosure]:
         return _three_path(at)
     bases, found = None if n * width <= CHOLESKY else _leading(attention, at.x), []
     for number, head in enumerate(at.blocks()):  # one at a time: they are large
-        if not _is_known(head):
+        if not math.isfinite(head.off):  # at huge logits
             return _three_path(at)
         unit = _unit([head])
         scaled = head.times(1 / unit)
@@ -100,13 +100,15 @@ def enclose_block(at: HeadsAt, heads: Sequence[Enclosure] | None = None) -> Encl
     attention, n, d = at.map, len(at.x), at.map.out_features
     if attention.heads > 1 and n * d > BLOCK:
         stacked = StackedHeads.of(at) if n * d <= STACKED else None
-        if stacked is not None and _is_known(stacked) and _LEAST < stacked.rounding < 1 / _LEAST:
-            return _stacked(stacked, attention, at.x)
+        if stacked is not None and math.isfinite(stacked.off) and _LEAST < stacked.rounding < 1 / _LEAST:
+            left = measure(attention, at.x.double(), k=min(BLOCK_DEFLATED, at.x.numel()), rtol=1e-2).left
+            assert left is not None
+            return _deflated(stacked, left.double().flatten(1).mT)
         return _sum_of_heads(at, heads)
     if attention.heads == 1:
         return enclose_heads(at)[0]
     heads_blocks = list(at.blocks(whole=True))
-    if not all(_is_known(head) for head in heads_blocks):
+    if not all(math.isfinite(head.off) for head in heads_blocks):
         return _sum_of_heads(at, heads)
     unit = _unit(heads_blocks)
     heads_blocks = [head.times(1 / unit) for head in heads_blocks]
@@ -118,11 +120,6 @@ def enclose_block(at: HeadsAt, heads: Sequence[Enclosure] | None = None) -> Encl
     size = sum(head.size for head in heads_blocks)
     rounding = gamma(8 * (dense.shape[1] + len(heads_blocks) + d)) * size**2
     return _factored(dense @ dense.mT, rounding, off).times(unit)
-
-
-def _is_known(blocks: HeadBlocks | StackedHeads) -> bool:
-    """Whether the bound on the rounding error of a Jacobian is finite, which it is not at huge logits."""
-    return math.isfinite(blocks.off)
 
 
 def _unit(heads: Sequence[HeadBlocks]) -> float:
@@ -138,62 +135,87 @@ def _unit(heads: Sequence[HeadBlocks]) -> float:
 def _sum_of_heads(at: HeadsAt, heads: Sequence[Enclosure] | None) -> Enclosure:
     heads = enclose_heads(at) if heads is None else heads
     upper, lower = norm_of_head_sum(at.map, [head.upper for head in heads]), float(measure(at.map, at.x).lower)
-    return Enclosure(lower, upper, "sum of heads: " + ", ".join(sorted({head.method for head in heads})))
+    return Enclosure(lower, upper, sum_of_heads(heads))
+
+
+def sum_of_heads(heads: Sequence[Enclosure]) -> str:
+    """The name of the method, with those of the heads."""
+    return "sum of heads: " + ", ".join(sorted({head.method for head in heads}))
 
 
 def _factored(gram: Tensor, rounding: float, off: float) -> Enclosure:
     value, vector = top_eigenvalue(gram)
-    upper = cholesky_bound(gram, value)
+    upper, method = cholesky_bound(gram, value), "cholesky"
     attained = float(vector @ (gram @ vector)) * (1 - gamma(4)) / float(vector @ vector)
     attained -= gamma(2 * len(gram)) * float(torch.linalg.matrix_norm(gram))
-    lower = max(attained - rounding, 0.0) ** 0.5 - off
-    method = "cholesky"
     if upper is None:  # nothing near the Ritz value holds: the norm of a matrix is at most its Frobenius norm
         upper, method = float(torch.linalg.matrix_norm(gram)) * (1 + gamma(gram.numel())), "frobenius"
-    return Enclosure(max(lower, 0.0) * (1 - gamma(8)), ((upper + rounding) ** 0.5 + off) * (1 + gamma(8)), method)
+    return _ends(attained, upper, rounding, off, method)
 
 
-def _deflated(head: HeadBlocks, basis: Tensor) -> Enclosure:
+def _deflated(blocks: HeadBlocks | StackedHeads, basis: Tensor) -> Enclosure:
+    """From ‖G‖_F² and GU of the Gram matrix G."""
     basis = torch.linalg.qr(basis).Q
-    squares, products = 0.0, []
-    for i in range(len(head.weights)):
-        rows = head.gram_rows(i)
-        squares += float(rows.square().sum())
-        products.append(rows @ basis)
-    squares *= 1 + gamma(rows.numel() + len(products))
-    return _from_sums(squares, basis, torch.cat(products), head.rounding, head.off)
+    squares, products = blocks.sums(basis)
+    rounding = 2 * blocks.rounding  # the rows are not made symmetric: twice the error covers both triangles
+    vector = basis[:, 0]
+    attained = float(vector @ products[:, 0]) - gamma(2 * len(vector)) * squares**0.5
+    return _ends(attained, deflated_bound(squares, basis, products, rounding), rounding, blocks.off, "deflation")
 
 
-def _stacked(heads: StackedHeads, attention: AttentionMap, x: Tensor) -> Enclosure:
-    left = measure(attention, x.double(), k=min(BLOCK_DEFLATED, x.numel()), rtol=1e-2).left
-    assert left is not None
-    basis = torch.linalg.qr(left.double().flatten(1).mT).Q
-    squares, products = heads.sums(basis)
-    return _from_sums(squares, basis, products, heads.rounding, heads.off)
-
-
-def _from_sums(squares: float, basis: Tensor, products: Tensor, rounding: float, off: float) -> Enclosure:
-    """By deflation, from ‖G‖_F² and GU of a Gram matrix G that is ``rounding`` off."""
-    rounding = 2 * rounding  # the rows are not made symmetric: twice the error covers both triangles
-    upper, vector = deflated_bound(squares, basis, products, rounding), basis[:, 0]
-    attained = float(vector @ products[:, 0]) - gamma(2 * len(vector)) * squares**0.5 - rounding
-    lower = (max(attained, 0.0) ** 0.5 - off) * (1 - gamma(8))
-    return Enclosure(max(lower, 0.0), ((upper + rounding) ** 0.5 + off) * (1 + gamma(8)), "deflation")
+def _ends(attained: float, upper: float, rounding: float, off: float, method: str) -> Enclosure:
+    """From a value uᵀĜu and a bound on ‖Ĝ‖."""
+    lower = (max(attained - rounding, 0.0) ** 0.5 - off) * (1 - gamma(8))
+    return Enclosure(max(lower, 0.0), ((upper + rounding) ** 0.5 + off) * (1 + gamma(8)), method)
 
 
 def _leading(attention: AttentionMap, x: Tensor) -> list[Tensor]:
     """Leading left singular vectors of every head in the coordinates of its triangular factor, ``(n·k, r)``."""
     left = measure_heads(attention, x.double(), k=DEFLATED, rtol=1e-2).left
     assert left is not None
-    bases = []
-    for head, vectors in enumerate(left.double()):
-        output = attention.output_weight[head].double().mT
-        turn = torch.linalg.qr(output).Q if output.shape[0] > output.shape[1] else torch.eye(len(output)).double()
-        bases.append((vectors @ turn).flatten(1).mT)
-    return bases
+    bases = range_bases(attention.output_weight.double().mT)
+    return [(vectors @ basis).flatten(1).mT for vectors, basis in zip(left.double(), bases, strict=True)]
+
+
+def range_bases(matrices: Tensor) -> Tensor:
+    """Orthonormal bases of the ranges of matrices ``(heads, d, k)``, of all d dimensions unless d > k."""
+    d, k = matrices.shape[-2:]
+    return torch.linalg.qr(matrices).Q if d > k else torch.eye(d, dtype=matrices.dtype).expand(len(matrices), -1, -1)
 
 
 def _three_path(at: HeadsAt) -> list[Enclosure]:
     upper = torch.cat([three_path_of(group) for (group,) in at.groups()])
     lower = measure_heads(at.map, at.x).lower
     return [Enclosure(float(a), float(b), "three paths") for a, b in zip(lower, upper, strict=True)]
+
+
+def norm_of_head_sum(attention: AttentionMap, norms: Sequence[float]) -> float:
+    """A bound on the norm of a sum of maps of given norms, one per head, with the heads' output spaces.
+
+    For projectors Π_h on the ranges of the output matrices and all a_h > 0, ‖Σ_h M_h‖ ≤ ‖Σ_h a_h² Π_h‖^½
+    (Σ_h ‖M_h‖²/a_h²)^½, less than the sum of the norms where the ranges overlap little. Proof:
+    docs/theory/certificates-ball.md, section "The norm of a sum of heads".
+
+    >>> import howsmooth as hs
+    >>> w = torch.eye(4, dtype=torch.float64)  # two heads, each with its own half of the output
+    >>> round(norm_of_head_sum(hs.SelfAttention(w, w, w, w, heads=2), [3.0, 4.0]), 9)
+    5.0
+    """
+    sizes = torch.tensor(norms, dtype=torch.float64)
+    plain = float(sizes.sum()) * (1 + gamma(len(sizes)))
+    if not 0 < plain < torch.inf:
+        return plain
+    outputs = attention.output_weight.double().mT
+    bases = torch.linalg.qr(outputs).Q
+    error = gamma(16 * outputs[0].numel()) * torch.linalg.matrix_norm(outputs)
+    smallest = torch.linalg.svdvals(outputs).amin(-1) - 2 * error
+    off = torch.where(smallest > error, error / smallest.clamp_min(1e-300), 1.0).clamp_max(1.0)
+    off = off + gamma(16 * outputs[0].numel())
+    found = [plain]
+    for power in _POWERS:
+        weights = sizes.clamp_min(1e-9 * float(sizes.max())) ** power
+        squares = weights.square()
+        overlap = ((bases * squares[:, None, None]) @ bases.mT).sum(0)
+        top = float(torch.linalg.eigvalsh(overlap)[-1]) + gamma(16 * sum(bases.shape)) * float(squares.sum())
+        found.append((top + float((squares * off).sum())) ** 0.5 * float((sizes / weights).norm()))
+    return min(found) * (1 + gamma(16 * len(sizes)))

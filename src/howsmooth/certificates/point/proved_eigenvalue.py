@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from howsmooth.bounds.own.three_path import top
 from howsmooth.numerics.roundoff import gamma
 
 _RAISES = (1e-3, 4e-3, 1.6e-2, 6.4e-2, 0.25, 1.0)
@@ -19,22 +20,22 @@ _STEPS = 150
 _SETTLED = 1e-3
 
 
-def top_eigenvalue(gram: Tensor, seed: int = 0) -> tuple[float, Tensor]:
+def top_eigenvalue(gram: Tensor) -> tuple[float, Tensor]:
     """A Ritz value and its unit vector, by Lanczos with full orthogonalisation; the value is ≤ ‖G‖ up to rounding."""
-    v = torch.randn(len(gram), dtype=gram.dtype, generator=torch.Generator().manual_seed(seed))
+    v = torch.randn(len(gram), dtype=gram.dtype, generator=torch.Generator().manual_seed(0))
     basis, products = (v / v.norm())[:, None], gram.new_empty(len(gram), 0)
     while True:
         last = gram @ basis[:, -1]
         products = torch.cat([products, last[:, None]], 1)
         small = basis.mT @ products
         values, vectors = torch.linalg.eigh((small + small.mT) / 2)
-        value, top = float(values[-1]), vectors[:, -1]
-        residual = float((products @ top - value * (basis @ top)).norm())
+        value, leading = float(values[-1]), vectors[:, -1]
+        residual = float((products @ leading - value * (basis @ leading)).norm())
         rest = last - basis @ (basis.mT @ last)
         rest = rest - basis @ (basis.mT @ rest)
         small_rest = float(rest.norm()) <= 1e-12 * abs(value)
         if residual <= _SETTLED * value or small_rest or basis.shape[1] == min(_STEPS, len(gram)):
-            vector = basis @ top
+            vector = basis @ leading
             return value, vector / vector.norm()
         basis = torch.cat([basis, (rest / rest.norm())[:, None]], 1)
 
@@ -73,15 +74,8 @@ def top_bounds(rows: Tensor, guesses: Tensor) -> Tensor:
         proved = torch.linalg.cholesky_ex(work, check_errors=False).info == 0
         levels[open_] = torch.where(proved, trial, torch.inf)
         open_ = levels == torch.inf
-    levels[open_] = largest_eigenvalues(grams[open_])
+    levels[open_] = top(grams[open_])
     return levels * (1 + gamma(4)) + gamma(16 * (m + d)) * (rows.square().sum((-2, -1)) + size * levels)
-
-
-def largest_eigenvalues(grams: Tensor) -> Tensor:
-    """Of positive semidefinite matrices, as computed, ``(…, k, k) → (…,)``; ∞ where an entry is no finite number."""
-    finite = grams.isfinite().all(-1).all(-1)
-    values = torch.linalg.eigvalsh(torch.where(finite[..., None, None], grams, 0.0))[..., -1]
-    return torch.where(finite, values.clamp_min(0.0), torch.inf)
 
 
 def deflated_bound(squares: float, basis: Tensor, products: Tensor, off: float = 0.0) -> float:

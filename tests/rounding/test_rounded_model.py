@@ -11,8 +11,7 @@ from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models import open_model
 from howsmooth.rounding import parse_format, parse_formats
 from howsmooth.rounding.kv_cache import PARTS, read_back
-from howsmooth.rounding.rounded_model import RoundedModel
-from howsmooth.rounding.sensitivity import sampled_scores
+from howsmooth.rounding.rounded_model import RoundedModel, sampled_scores
 
 TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank."
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from howsmooth.certificates.ball.norm_of_partitioned_sum import norm_of_partitioned_sum
+from howsmooth.certificates.ball.head_ball import norm_of_partitioned_sum
 
 
 def largest(columns: Tensor, blocks: Tensor) -> float:
