@@ -17,8 +17,7 @@ from platformdirs import user_cache_path
 from howsmooth._util.common import file_digest as sha256
 from howsmooth.errors import InvalidInput
 from howsmooth.models import NAMED, open_model
-from howsmooth.models.built_folders import built, cache_folder, cached, is_built
-from howsmooth.models.named_models import NamedModel
+from howsmooth.models.named_models import NamedModel, built, cache_folder, cached, is_built
 from tests.models.tiny import TINY
 
 

@@ -12,8 +12,8 @@ import howsmooth as hs
 from howsmooth.jacobians.closed_maps import ClosedAttention, ComposedJacobian
 from howsmooth.jacobians.function_operator import DerivativeWarning, FunctionJacobian
 from howsmooth.models import MODEL_TYPES, OpenModel, Targets, Window, closed_parts, open_model
+from howsmooth.models.attention_reader import random_inputs
 from howsmooth.models.layer_wiring import WIRINGS
-from howsmooth.models.self_check import random_inputs
 from howsmooth.testing import dense_jacobian
 from tests.models.test_captured_sites import other_model
 from tests.models.tiny import TINY

@@ -31,7 +31,7 @@ from howsmooth.cli.options import (
     where_option,
 )
 from howsmooth.errors import InvalidInput
-from howsmooth.models.input_files import read_text
+from howsmooth.models.model_inputs import read_text
 from howsmooth.reports.quantisation_section import write_rounding
 from howsmooth.reports.sections import check_section_path
 from howsmooth.rounding.allocation import Allocation

@@ -56,7 +56,7 @@ def reproduce(
       howsmooth reproduce --all --quick
       howsmooth reproduce growth-text --full --yes --engine ray --address head-node:6379
     """
-    from howsmooth.models.input_files import read_text
+    from howsmooth.models.model_inputs import read_text
     from howsmooth.papers import EXPERIMENTS, ExperimentOptions
 
     if experiment is None and not all_of_them:

@@ -39,7 +39,7 @@ from howsmooth.cli.options import (
 )
 from howsmooth.errors import InvalidInput
 from howsmooth.models import capture, open_model
-from howsmooth.models.input_files import read_input
+from howsmooth.models.model_inputs import read_input
 from howsmooth.models.open_source import names_model
 from howsmooth.models.random_models import random_name
 from howsmooth.models.weight_files import SUFFIXES, load_tokens, read_attention_weights, read_tensors

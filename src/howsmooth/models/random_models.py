@@ -14,10 +14,10 @@ import torch
 from howsmooth._util.common import first_line
 from howsmooth._util.process_lock import alone
 from howsmooth.errors import InvalidInput, UnsupportedModel
+from howsmooth.models.checkpoint_files import check_free_memory
+from howsmooth.models.model_inputs import SPECIAL
 from howsmooth.models.module_names import RANDOM_NAMES
 from howsmooth.models.pretrained_files import quiet
-from howsmooth.models.size_checks import check_free_memory
-from howsmooth.models.text_windows import SPECIAL
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

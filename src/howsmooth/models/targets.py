@@ -38,6 +38,7 @@ from howsmooth.models.closed_parts import (
 )
 from howsmooth.models.forward_pass import Call, RealTokens, recorded_calls, reference_mode, run_model, temporary_hooks
 from howsmooth.models.layer_wiring import ClosedLayer
+from howsmooth.models.model_inputs import Window
 from howsmooth.models.module_names import (
     CONVENTIONS,
     AttentionSite,
@@ -48,7 +49,6 @@ from howsmooth.models.module_names import (
     no_such_layer,
 )
 from howsmooth.models.open_source import OpenModel
-from howsmooth.models.text_windows import Window
 
 Function = Callable[[Tensor], Tensor]
 

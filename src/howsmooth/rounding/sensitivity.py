@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from howsmooth._util.common import random_stream
 from howsmooth._util.validation import Count, Seed, validated
-from howsmooth.models.attention_interface import attention_computed_by, eager_attention
+from howsmooth.models.forward_pass import attention_computed_by, eager_attention
 from howsmooth.rounding.kv_cache import PARTS, read_back
 from howsmooth.rounding.number_formats import Format
 from howsmooth.rounding.rounded_model import Layers, RoundedModel, run_whole
