@@ -15,7 +15,7 @@ from howsmooth.cli.console import lower_bound, parse_bytes, print_json, show, so
 from howsmooth.cli.exit_codes import NOT_CONVERGED
 from howsmooth.cli.options import AsJson, Confidence, Figure, Rtol, command, engine_option, what_option, where_option
 from howsmooth.cli.replay import Replay
-from howsmooth.cli.source_options import AttentionOptions, MapAtTokens, Request, kinds_of_map
+from howsmooth.cli.source_options import MapAtTokens, MapOptions, kinds_of_map
 from howsmooth.errors import InvalidInput
 from howsmooth.norms import Measurement
 from howsmooth.norms.explanation import Explanation, explain, token_influence
@@ -40,8 +40,7 @@ _WHAT_PATHS_ARE = (
 
 @command
 def measure(
-    request: Request,
-    settings: AttentionOptions,
+    options: MapOptions,
     witness: Annotated[
         Path | None, where_option(help="The input in this file of `howsmooth worst-case`, on its map.")
     ] = None,
@@ -76,13 +75,13 @@ def measure(
       howsmooth measure minilm --witness howsmooth-output/worst-minilm-4c1f0e-n16-LayerNorm.safetensors
     """
     size = parse_bytes(memory)
-    replay = None if witness is None else Replay.open(witness, request, settings)
+    replay = None if witness is None else Replay.open(witness, options)
     whole = "attention,head" if replay is None else "attention" if replay.witness.head is None else "head"
     maps = kinds_of_map(what or whole)
     norm = norm or ("inf" if replay is not None and replay.witness.norm == math.inf else "2")
     if explained and norm != "2":
         raise InvalidInput(f"--explain splits the 2-norm: leave out --norm {norm}.")
-    site = request.open(settings) if replay is None else replay.site
+    site = options.open() if replay is None else replay.site
     if figure is not None:
         _check_drawable(site, maps, norm)
     measured: dict[str, Measurement] = {}

@@ -11,14 +11,7 @@ from howsmooth._util.annotations import fits
 from howsmooth._util.common import digest, printable
 from howsmooth._util.validation import check_count, check_seed
 from howsmooth.attention import AttentionMap
-from howsmooth.cli.source_options import (
-    AttentionOptions,
-    MapAtTokens,
-    Request,
-    mask_name,
-    positions_name,
-    random_settings,
-)
+from howsmooth.cli.source_options import MapAtTokens, MapOptions, mask_name, positions_name, random_options
 from howsmooth.errors import InvalidInput
 from howsmooth.search.initial_vectors import norm_at
 from howsmooth.search.witness import Witness
@@ -27,15 +20,16 @@ _ACCURACY = 1e-3
 """Of a measurement, by which it may lie below what an unfinished search knew."""
 _SAME = 1e-9
 """Relative difference that rounding can make between two machines, far below what other weights make."""
-_OF_THE_MAP = ("source", "prefix", "layer", "seed")
+_OF_THE_INPUT = ("text", "input", "input_name", "length")
+"""Options that do not name a map."""
 
 
-def remember(request: Request, settings: AttentionOptions, attention: AttentionMap) -> dict[str, Any]:
+def remember(options: MapOptions, attention: AttentionMap) -> dict[str, Any]:
     """The entry of a witness file about its map: the options that name it, and the hash of its weights."""
-    options = {name: getattr(request, name) for name in _OF_THE_MAP} | vars(settings) | {"length": None}
-    if request.names_model:
-        options["layer"] = request.layer or 0
-    return {name: value for name, value in options.items() if value is not None} | {"sha256": map_sha256(attention)}
+    if options.names_model:
+        options = replace(options, layer=options.layer or 0)
+    named = {name: value for name, value in vars(options).items() if value is not None and name not in _OF_THE_INPUT}
+    return named | {"sha256": map_sha256(attention)}
 
 
 def map_sha256(attention: AttentionMap) -> str:
@@ -69,7 +63,7 @@ class Replay:
     moved: str | None = None
 
     @classmethod
-    def open(cls, file: Path, request: Request, settings: AttentionOptions) -> Replay:
+    def open(cls, file: Path, options: MapOptions) -> Replay:
         """The witness of a file, with the map that the command names.
 
         A file may come from anywhere, so that it opens nothing by itself: a model, a folder or a weights file must be
@@ -77,14 +71,13 @@ class Replay:
         command has no other option, the options are those of the file. Refuses a map with other weights than those
         of the witness.
         """
-        if request.input is not None or request.text is not None or settings.length is not None:
+        if any(getattr(options, name) is not None for name in ("input", "text", "length")):
             raise InvalidInput("--witness holds the tokens: leave out --input, --text and --length.")
         witness = Witness.load(file)
         recalled = _recalled(witness.source, file) if witness.source else None
-        request, settings = _chosen(request, settings, recalled, witness, file)
-        short = None if request.names_model else "1"
-        site = request.open(replace(settings, length=short))
-        moved = None if recalled is None or recalled[0].source == request.source else printable(recalled[0].source)
+        options = _chosen(options, recalled, witness, file)
+        site = replace(options, length=None if options.names_model else "1").open()
+        moved = None if recalled is None or recalled.source == options.source else printable(recalled.source)
         stored = witness.source.get("sha256")
         if stored is not None and map_sha256(site.attention) != stored:
             other = "" if moved is None else f" (it names {moved})"
@@ -127,44 +120,34 @@ def _unfinished(witness: Witness) -> bool:
     return not bool(witness.measurement.converged.all())
 
 
-def _chosen(
-    request: Request,
-    settings: AttentionOptions,
-    recalled: tuple[Request, AttentionOptions] | None,
-    witness: Witness,
-    file: Path,
-) -> tuple[Request, AttentionOptions]:
+def _chosen(options: MapOptions, recalled: MapOptions | None, witness: Witness, file: Path) -> MapOptions:
     """The map to open: that of the command; that of the file if the command confirms it or nothing is opened."""
-    named = (request, settings) != (Request(), AttentionOptions())
+    if options != MapOptions():
+        only_named = options == MapOptions(options.source)
+        return recalled if recalled is not None and only_named and recalled.source == options.source else options
     if recalled is None:
-        if not named:
-            raise InvalidInput(f"{file} does not say which map it belongs to: name the weights before --witness.")
-        return request, settings
-    if not named:
-        drawn = random_settings(recalled[0].source, recalled[1])
-        if drawn is None:
-            name = printable(recalled[0].source)
-            raise InvalidInput(
-                f"{file} names {name} as its map, and a file alone opens nothing: name it yourself, "
-                f"as in howsmooth measure {name} --witness {file}."
-            )
-        if drawn.width != witness.x.shape[-1]:
-            raise InvalidInput(f"{file} names a map of width {drawn.width} for tokens of width {witness.x.shape[-1]}.")
-        return recalled
-    only_named = (request, settings) == (Request(source=request.source), AttentionOptions())
-    return recalled if only_named and recalled[0].source == request.source else (request, settings)
+        raise InvalidInput(f"{file} does not say which map it belongs to: name the weights before --witness.")
+    drawn = random_options(recalled)
+    if drawn is None:
+        name = printable(recalled.source)
+        raise InvalidInput(
+            f"{file} names {name} as its map, and a file alone opens nothing: name it yourself, "
+            f"as in howsmooth measure {name} --witness {file}."
+        )
+    if drawn.width != witness.x.shape[-1]:
+        raise InvalidInput(f"{file} names a map of width {drawn.width} for tokens of width {witness.x.shape[-1]}.")
+    return recalled
 
 
-def _recalled(source: dict[str, Any], file: Path) -> tuple[Request, AttentionOptions]:
+def _recalled(source: dict[str, Any], file: Path) -> MapOptions:
     """The options that were written beside the witness, each of its kind."""
-    kinds = get_type_hints(AttentionOptions) | {"source": str, "prefix": str, "layer": int, "seed": int}
-    known = all(name in kinds and fits(value, kinds[name]) for name, value in source.items() if name != "sha256")
+    kinds = {name: kind for name, kind in get_type_hints(MapOptions).items() if name not in _OF_THE_INPUT}
+    named = {name: value for name, value in source.items() if name != "sha256"}
+    known = all(name in kinds and fits(value, kinds[name]) for name, value in named.items())
     if not known or "source" not in source or not isinstance(source.get("sha256", ""), str):
         raise InvalidInput(f"{file} names its map in a way that is not known here: name the weights before --witness.")
-    request = {name: source[name] for name in _OF_THE_MAP if name in source}
-    settings = {name: value for name, value in source.items() if name in kinds and name not in request}
-    check_seed(request.get("seed", 0))
+    check_seed(named.get("seed", 0))
     for name in ("width", "heads", "kv_heads", "window"):
-        if name in settings:
-            check_count(settings[name], name)
-    return Request(**request), AttentionOptions(**settings)
+        if name in named:
+            check_count(named[name], name)
+    return MapOptions(**named)
