@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from howsmooth.cli.lazy_commands import COMMANDS
+from howsmooth.cli.program import COMMANDS
 from tests import source_tree
 
 PACKAGES = (

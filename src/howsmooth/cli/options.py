@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -14,8 +14,9 @@ import typer
 from typer import Option
 
 from howsmooth._util.common import check_figure_path
-from howsmooth.cli.console import MAXIMUM_SEED, set_threads
-from howsmooth.cli.lazy_commands import DETAILS, ENGINE, EXACT, FULL, OUTPUT, TRAINING, WHAT, WHERE
+from howsmooth.cli.console import MAXIMUM_SEED, parse_bytes, set_threads
+from howsmooth.cli.program import DETAILS, ENGINE, EXACT, FULL, OUTPUT, TRAINING, WHAT, WHERE
+from howsmooth.engines import Engine
 from howsmooth.errors import InvalidInput
 
 what_option, where_option, exact_option, training_option, output_option, details_option, engine_option = (
@@ -62,6 +63,14 @@ Text = Annotated[
     Path | None, where_option(help="File that the model reads: a text, an image or a .wav (Alice in Wonderland).")
 ]
 Resume = Annotated[bool, output_option("--resume/--no-resume", help="Keep what --out already has, or begin anew.")]
+_ENGINES_OF = {
+    "partition": ("slurm",),
+    "time": ("slurm",),
+    "job_memory": ("slurm",),
+    "cores": ("slurm", "ray"),
+    "address": ("ray",),
+}
+"""Option → the engines that take it."""
 FOLDER = Path("howsmooth-output")
 """Folder of all that is written without --out."""
 length_option = partial(where_option, "--length", metavar="<n,n,…>")
@@ -89,6 +98,39 @@ def default_output(name: str, suffix: str = "") -> Path:
     'scan-org-model-width-8.sqlite'
     """
     return FOLDER / (re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-") + suffix)
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The workers: this process, several processes, or a cluster."""
+
+    jobs: Annotated[
+        int | None,
+        engine_option(min=1, max=10_000, help="Workers: processes, tasks of a SLURM array or of Ray at a time (1)."),
+    ] = None
+    engine: Annotated[
+        str | None, engine_option(help="processes (on this machine), slurm or ray; slurm and ray are extras.")
+    ] = None
+    cores: Annotated[
+        int | None, engine_option(min=1, max=1024, help="Cores, and threads of torch, of a task of SLURM or Ray (1).")
+    ] = None
+    address: Annotated[str | None, engine_option(help="Address of the Ray cluster (one is started here).")] = None
+    partition: Annotated[str | None, engine_option(help="Partition of SLURM jobs (the cluster's own choice).")] = None
+    time: Annotated[int | None, engine_option(min=1, help="Minutes for a SLURM job (60).")] = None
+    job_memory: Annotated[str | None, engine_option(help="Memory of a SLURM job, for example 8GB (4GB).")] = None
+
+    def chosen(self) -> Engine | None:
+        """The engine; None for this process."""
+        for name, engines in _ENGINES_OF.items():
+            if getattr(self, name) is not None and self.engine not in engines:
+                flag, hint = name.replace("_", "-"), "; on this machine, --threads are divided" * (name == "cores")
+                raise InvalidInput(f"--{flag} is for --engine {' or '.join(engines)}: add that, or leave it out{hint}.")
+        if self.engine is None and self.jobs in (None, 1):
+            return None
+        named: dict[str, Any] = {"kind": self.engine, "jobs": self.jobs, "address": self.address}
+        size = None if self.job_memory is None else max(1, parse_bytes(self.job_memory) // 10**6)
+        named |= {"partition": self.partition, "time": self.time, "memory": size, "threads": self.cores}
+        return Engine(**{name: value for name, value in named.items() if value is not None})
 
 
 class command:

@@ -11,9 +11,9 @@ from rich.table import Table
 
 from howsmooth._util.validation import check_one_of
 from howsmooth.cli.console import print_json, progress_line, show, stderr
-from howsmooth.cli.engine_options import EngineOptions
 from howsmooth.cli.options import (
     AsJson,
+    EngineOptions,
     Resume,
     command,
     engine_option,

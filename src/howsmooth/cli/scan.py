@@ -14,19 +14,20 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainin
 from typer import Argument
 
 from howsmooth._util.common import distinct_files, printable
-from howsmooth.cli.console import progress_line, show, terminal_json
-from howsmooth.cli.engine_options import ScanEngineOptions, print_plan
+from howsmooth.cli.console import print_json, print_line, progress_line, show, terminal_json
 from howsmooth.cli.exit_codes import NOT_CONVERGED, USER_ERROR, complain, stored
 from howsmooth.cli.options import (
     AsJson,
     Confidence,
     Device,
     Dtype,
+    EngineOptions,
     Resume,
     Rtol,
     Text,
     command,
     default_output,
+    engine_option,
     length_option,
     out_option,
     output_option,
@@ -74,6 +75,23 @@ class ScanFlags:
     seed: Annotated[int | None, seed_option()] = None
     device: Device = None
     out: Annotated[Path | None, out_option(help="Store to write (howsmooth-output/scan-MODEL.sqlite).")] = None
+
+
+@dataclass(frozen=True)
+class ScanEngineOptions(EngineOptions):
+    """The workers of a scan, and the part of it that they measure."""
+
+    timeout: Annotated[
+        float | None, engine_option(min=0.1, help="Seconds after which a worker gives up a unit (3600).")
+    ] = None
+    shard: Annotated[
+        str | None, engine_option(help="Measure part i of N, as i/N; slurm: the part of this task of a job array.")
+    ] = None
+
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of `howsmooth.scan`."""
+        options = {"timeout": self.timeout, "shard": self.shard, "executor": self.chosen()}
+        return {name: value for name, value in options.items() if value is not None}
 
 
 @command
@@ -124,7 +142,7 @@ def scan(
         written=[("--out", out), *(("--export", path) for path in export or [])],
     )
     if plan:
-        print_plan(model, out, wanted, workers, as_json)
+        _print_plan(model, out, wanted, workers, as_json)
         return
     with storing(out) as progress:
         lengths = wanted.pop("length", None)
@@ -215,3 +233,33 @@ def _stored_before(out: Path) -> str:
     except (HowsmoothError, OSError):
         count = 0
     return f"nothing new was measured; the {count} cells in {out} are kept" if count else "nothing was measured yet"
+
+
+def _print_plan(model: str, out: Path, wanted: dict[str, Any], workers: ScanEngineOptions, as_json: bool) -> None:
+    """Print the number of cells, time and memory, and a script that measures them as a job array."""
+    import torch
+
+    from howsmooth.scans.cost import predict, sbatch_script
+    from howsmooth.scans.prepare import prepare
+    from howsmooth.scans.scan_options import ScanOptions
+    from howsmooth.scans.shards import parse_shard
+
+    options = {name: value for name, value in wanted.items() if name not in ("reference", "device", "dtype")}
+    text, lengths = options.pop("text", None), options.pop("length", None)
+    ready = prepare(model, text, ScanOptions(lengths=lengths, **options))
+    plan = ready.plan if workers.shard is None else parse_shard(workers.shard).part(ready.plan)
+    prediction = predict(ready.model, plan, ready.cut, ready.settings, workers.jobs or 1)
+    flags = [word for name, value in wanted.items() for word in _flag(name, value)]
+    command = ["howsmooth", "scan", model, *flags]
+    script = sbatch_script(command, prediction, workers.jobs or 1, workers.cores or torch.get_num_threads(), str(out))
+    if as_json:
+        print_json(vars(prediction) | {"wall": prediction.wall, "script": script})
+    else:
+        print_line(f"{prediction}.\n\n{script}")
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    """An option as it is written on a command line."""
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    return [f"--{name}", ",".join(map(str, value)) if isinstance(value, list) else str(value)]

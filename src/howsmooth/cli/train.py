@@ -16,11 +16,11 @@ from rich.table import Table
 from typer import Argument
 
 from howsmooth.cli.console import print_json, progress_line, show, written
-from howsmooth.cli.engine_options import EngineOptions
 from howsmooth.cli.exit_codes import INTERRUPTED, NOT_CONVERGED, complain, stop_word
 from howsmooth.cli.options import (
     AsJson,
     Device,
+    EngineOptions,
     Resume,
     Seed,
     command,

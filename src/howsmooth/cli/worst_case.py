@@ -15,9 +15,17 @@ import typer
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from howsmooth.cli.console import print_json, progress_line, show, written
-from howsmooth.cli.engine_options import EngineOptions
 from howsmooth.cli.exit_codes import INTERRUPTED, NOT_CONVERGED
-from howsmooth.cli.options import FOLDER, AsJson, command, exact_option, out_option, what_option, where_option
+from howsmooth.cli.options import (
+    FOLDER,
+    AsJson,
+    EngineOptions,
+    command,
+    exact_option,
+    out_option,
+    what_option,
+    where_option,
+)
 from howsmooth.cli.replay import remember
 from howsmooth.cli.source_options import OVER, MapAtTokens, MapOptions, layer_tokens, norm_image
 from howsmooth.errors import InvalidInput
