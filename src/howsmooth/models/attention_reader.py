@@ -102,7 +102,7 @@ def read_attention(
     owner = site.owner
     width = next(int(getattr(owner, name)) for name in _HEAD_WIDTHS if hasattr(owner, name))
     heads = output.shape[1] // width
-    (query, key, value), biases, gate = _projections(site, heads, width)
+    (query, key, value, gate), (*biases, gate_bias) = _projections(site, heads, width)
     kv_heads = len(key) // width
     norms = _query_key_norms(site, heads, kv_heads, width)
     features = None
@@ -138,9 +138,7 @@ def read_attention(
     if features is None and gate is None and sinks is None:
         return attention
     sinks = None if sinks is None else sinks.detach().clone()
-    return ComposedAttention(
-        attention, features=features, sinks=sinks, gate=None if gate is None else gate[0], gate_bias=gate and gate[1]
-    )
+    return ComposedAttention(attention, features=features, sinks=sinks, gate=gate, gate_bias=gate_bias)
 
 
 def _read_linear(site: AttentionSite, path: str) -> tuple[Tensor, Tensor | None]:
@@ -183,29 +181,25 @@ def _without_adapter(module: Any, path: str, layer: int) -> tuple[nn.Module, Ten
         return base, torch.stack([module.get_delta_weight(name).detach() for name in active]).sum(0)
 
 
-def _projections(
-    site: AttentionSite, heads: int, width: int
-) -> tuple[list[Tensor], list[Tensor | None], tuple[Tensor, Tensor | None] | None]:
-    """Weights and biases of query, key and value, rows ordered head by head, and of an output gate."""
-    if site.names.layout in ("separate", "gated"):
-        weights: list[Any]
-        biases: list[Any]
-        weights, biases = map(list, zip(*(_read_linear(site, path) for path in site.names.inputs), strict=True))
-        if site.names.layout == "separate":
-            return weights, biases, None
-        both = [None if t is None else t.unflatten(0, (heads, 2, width)).unbind(1) for t in (weights[0], biases[0])]
-        gate: list[Any]
-        (weights[0], biases[0]), gate = ([None if t is None else t[i].flatten(0, 1) for t in both] for i in (0, 1))
-        return weights, biases, (gate[0], gate[1])
-    fused, bias = _read_linear(site, site.names.inputs[0])
+def _projections(site: AttentionSite, heads: int, width: int) -> tuple[list[Any], list[Any]]:
+    """Weights and biases of query, key, value and output gate, rows ordered head by head; None without them."""
+    layout = site.names.layout
 
-    def split(rows: Tensor) -> list[Tensor]:
-        if site.names.layout == "per_head":
-            return [third.flatten(0, 1) for third in rows.unflatten(0, (heads, 3, width)).unbind(1)]
-        shared = (len(rows) - heads * width) // 2
-        return list(rows.split([heads * width, shared, shared]))
+    def split(first: Tensor | None, *others: Tensor | None) -> list[Tensor | None]:
+        if first is None:
+            return [None, *(others or (None, None)), None]
+        if layout == "separate":
+            return [first, *others, None]
+        if layout == "gated":
+            query, gate = first.unflatten(0, (heads, 2, width)).unbind(1)
+            return [query.flatten(0, 1), *others, gate.flatten(0, 1)]
+        if layout == "per_head":
+            return [*(third.flatten(0, 1) for third in first.unflatten(0, (heads, 3, width)).unbind(1)), None]
+        shared = (len(first) - heads * width) // 2
+        return [*first.split([heads * width, shared, shared]), None]
 
-    return split(fused), [None] * 3 if bias is None else list(split(bias)), None
+    weights, biases = zip(*(_read_linear(site, path) for path in site.names.inputs), strict=True)
+    return split(*weights), split(*biases)
 
 
 def _refuse_unread_parameters(site: AttentionSite) -> None:
@@ -242,15 +236,15 @@ def _mask(config: Any, owner: nn.Module, kind: str | None) -> LogitBias | None:
     return Causal() if causal else None
 
 
-def rotary_module(model: PreTrainedModel) -> nn.Module | None:
-    """The module with the rotary frequencies of a model, where it has one."""
-    return next((module for path, module in model.named_modules() if path.split(".")[-1] == "rotary_emb"), None)
+def rotary_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules with the rotary frequencies of a model."""
+    return [module for path, module in model.named_modules() if path.split(".")[-1] == "rotary_emb"]
 
 
 def rotary_kinds(model: PreTrainedModel) -> list[str | None]:
     """The layer types with frequencies of their own (ModernBERT, OLMo 3); [None] where all layers share them."""
-    types = getattr(rotary_module(model), "rope_type", None)
-    return list(types) if isinstance(types, dict) else [None]
+    types = [getattr(module, "rope_type", None) for module in rotary_modules(model)[:1]]
+    return list(types[0]) if types and isinstance(types[0], dict) else [None]
 
 
 def read_rotary(
@@ -261,7 +255,7 @@ def read_rotary(
     interleaved: bool = False,
 ) -> Rotary | None:
     """Rotary positions with the model's own frequencies, in the single precision in which the model turns."""
-    rotary = rotary_module(model)
+    rotary = next(iter(rotary_modules(model)), None)
     everywhere = getattr(owner, "sliding_window", None) is None or getattr(owner, "is_sliding", True)
     if rotary is None or not getattr(owner, "use_rope", True) or not everywhere:  # EXAONE 4 turns in windows only
         return None
@@ -285,56 +279,39 @@ def _query_key_norms(site: AttentionSite, heads: int, kv_heads: int, width: int)
     query, key = (submodule(site.block, path) for path in site.names.norms)
     if query is None or key is None:
         return None
-    for_key = _norm(key, kv_heads, width, site.layer)
+    for_key = _read_norm(key, kv_heads, width, site.layer)
     if isinstance(for_key, HeadNorm):  # stages see keys once for each query head
         group = heads // kv_heads
         gain, shift = (
             t if t is None or t.dim() == 1 else t.repeat_interleave(group, dim=0) for t in (for_key.gain, for_key.shift)
         )
         for_key = HeadNorm(for_key.eps, gain, shift)
-    return _norm(query, heads, width, site.layer), for_key
+    return _read_norm(query, heads, width, site.layer), for_key
 
 
-def _norm(norm: Any, heads: int, width: int, layer: int) -> UnitNorm | HeadNorm:
-    """The normalisation of queries or keys: of each head, or of all heads at once."""
-    weight = getattr(norm, "weight", None)
-    together = weight is not None and weight.shape == (heads * width,) and heads > 1
-    if weight is not None and weight.shape not in ((width,), (heads, width)) and not together:
-        raise _unread_norm(norm, layer)
-    return _read_rms_norm(norm, heads * width, layer) if together else _matching_norm(norm, (heads, width), layer)
+def _read_norm(norm: Any, heads: int, width: int, layer: int, only_rms: bool = False) -> Any:
+    """RMSNorm (`UnitNorm`) or LayerNorm (`HeadNorm`) of each head, or RMSNorm of all heads at once.
 
-
-def _read_rms_norm(norm: Any, width: int, layer: int) -> UnitNorm:
-    """RMSNorm over a vector."""
-    stage = _matching_norm(norm, (1, width), layer)
-    if not isinstance(stage, UnitNorm):
-        raise _unread_norm(norm, layer)
-    return stage
-
-
-def _matching_norm(norm: Any, shape: tuple[int, int], layer: int) -> UnitNorm | HeadNorm:
-    """RMSNorm or LayerNorm. Some families multiply by the weight, some by 1 + weight: a probe tells which."""
+    Some families multiply by the weight, some by 1 + weight: a probe tells which.
+    """
     weight, bias = (None if t is None else t.detach().clone() for t in map(norm._parameters.get, ("weight", "bias")))
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    if eps is None:
-        raise _unread_norm(norm, layer)
-    dtype, device = (torch.float32, None) if weight is None else (weight.dtype, weight.device)
-    probe = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    if weight is not None and heads > 1 and weight.shape == (heads * width,):
+        heads, width, only_rms = 1, heads * width, True
     gains = [None] if weight is None else [weight, 1 + weight]
-    candidates: list[UnitNorm | HeadNorm] = [HeadNorm(eps, gain, bias) for gain in gains]
-    if bias is None and (weight is None or weight.dim() == 1):
-        candidates = [*(UnitNorm.rms(shape[1], eps, gain) for gain in gains), *candidates]
+    candidates: list[UnitNorm | HeadNorm] = []
+    if eps is not None and (weight is None or weight.shape in ((width,), (heads, width))):
+        if bias is None and (weight is None or weight.dim() == 1):
+            candidates += [UnitNorm.rms(width, eps, gain) for gain in gains]
+        candidates += [HeadNorm(eps, gain, bias) for gain in gains if not only_rms]
+    dtype, device = (torch.float32, None) if weight is None else (weight.dtype, weight.device)
+    probe = torch.randn(1, heads, width, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     with torch.no_grad():
-        theirs = norm(probe)[0].float()
         for stage in candidates:
             ours = stage(probe.float()[0][:, None])[:, 0]
-            if torch.allclose(ours, theirs, rtol=2e-2, atol=2e-2):
+            if torch.allclose(ours, norm(probe)[0].float(), rtol=2e-2, atol=2e-2):
                 return stage
-    raise _unread_norm(norm, layer)
-
-
-def _unread_norm(norm: Any, layer: int) -> UnsupportedModel:
-    return UnsupportedModel(
+    raise UnsupportedModel(
         f"layer {layer} normalises queries and keys by {type(norm).__name__} in a way that is neither RMSNorm nor "
         "LayerNorm of each head, nor RMSNorm of all heads: measure it as a function instead."
     )
@@ -395,14 +372,14 @@ def _read_latent(site: AttentionSite, rotary: Rotary | None, mask: LogitBias | N
         first = Feature(None)
     else:
         latent, bias = _read_linear(site, "q_a_proj")
-        first = Feature(latent, bias, [_read_rms_norm(owner.q_a_layernorm, len(latent), site.layer)])
+        first = Feature(latent, bias, [_read_norm(owner.q_a_layernorm, 1, len(latent), site.layer, only_rms=True)])
         query, query_bias = _read_linear(site, "q_b_proj")
     both, bias = _read_linear(site, "kv_a_proj_with_mqa")
     biases = (None, None) if bias is None else bias.split([rank, turned])
     down, places = both.split([rank, turned])
     features = Features(
         first,
-        Feature(down, biases[0], [_read_rms_norm(owner.kv_a_layernorm, rank, site.layer)]),
+        Feature(down, biases[0], [_read_norm(owner.kv_a_layernorm, 1, rank, site.layer, only_rms=True)]),
         Feature(places, biases[1]),
     )
     up, _ = _read_linear(site, "kv_b_proj")
@@ -473,12 +450,8 @@ def _length(model: PreTrainedModel, attention: SelfAttention | ComposedAttention
 def _large_tokens(attention: SelfAttention | ComposedAttention, like: Tensor) -> Tensor:
     """Random tokens, scaled so that logits have a root mean square of about four."""
     tokens = torch.randn(like.shape, generator=torch.Generator().manual_seed(1), dtype=like.dtype)
-    if isinstance(attention, ComposedAttention):
-        query, key, _ = attention.staged(tokens)
-        size = float((query @ key.mT).square().mean().sqrt())
-    else:
-        query, key, _ = attention.project(tokens)
-        size = float((query @ key.mT).square().mean().sqrt()) * attention.scale
+    query, key, _ = attention.staged(tokens)
+    size = float((query @ key.mT).square().mean().sqrt())
     return tokens * (_LARGE_LOGIT / size) ** 0.5 if size > 0 else tokens
 
 
@@ -515,10 +488,7 @@ def _unrounded_rotations(model: PreTrainedModel) -> Iterator[Rotations]:
         exact = module.forward(args[0].double(), *args[1:], **kwargs)
         if isinstance(output, Tensor):  # complex numbers, which no model rounds
             return
-        unrounded_by_id.update(
-            {id(rounded): (rounded, unrounded) for rounded, unrounded in zip(output, exact, strict=True)}
-        )
+        unrounded_by_id.update({id(pair[0]): pair for pair in zip(output, exact, strict=True)})
 
-    rotary = [module for path, module in model.named_modules() if path.split(".")[-1] == "rotary_emb"]
-    with temporary_hooks(module.register_forward_hook(record, with_kwargs=True) for module in rotary):
+    with temporary_hooks(module.register_forward_hook(record, with_kwargs=True) for module in rotary_modules(model)):
         yield unrounded_by_id

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -65,12 +66,11 @@ class StoredTensors:
         >>> StoredTensors({"a.weight": torch.zeros(2, 2), "b.weight": torch.zeros(1).half()}).precision
         'float32 and float16'
         """
-        counts: dict[str, int] = {}
+        counts = Counter[str]()
         for tensor in self.tensors.values():
             if tensor.is_floating_point():
-                name = str(tensor.dtype).removeprefix("torch.")
-                counts[name] = counts.get(name, 0) + tensor.numel()
-        return " and ".join(sorted(counts, key=lambda name: -counts[name])) or "float32"
+                counts[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
+        return " and ".join(name for name, _ in counts.most_common()) or "float32"
 
     def unwrapped(self) -> StoredTensors:
         """The same tensors without the names of wrappers, anywhere in a name, with a note about it.

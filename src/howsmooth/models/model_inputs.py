@@ -409,12 +409,12 @@ def read_wav(path: str | Path, rate: int = RATE) -> np.ndarray:
         )
     if samples.dtype.kind not in "iuf" or not np.isfinite(samples).all():
         raise InvalidInput(f"{printable(str(path))} holds samples that are no numbers: convert it anew.")
-    if samples.dtype == np.uint8:
-        samples = (samples.astype(np.float64) - 128) / 128
-    elif np.issubdtype(samples.dtype, np.integer):
-        samples = samples.astype(np.float64) / (np.iinfo(samples.dtype).max + 1)
-    samples = samples.astype(np.float64)
-    mono = samples.mean(axis=1) if samples.ndim == 2 else samples
+    wave = samples.astype(np.float64)
+    if samples.dtype.kind in "iu":  # zero is the middle of the range: 128 of bytes, 0 of wider integers
+        ends = np.iinfo(samples.dtype)
+        middle = (ends.max + 1 + ends.min) // 2
+        wave = (wave - middle) / (ends.max + 1 - middle)
+    mono = wave.mean(axis=1) if wave.ndim == 2 else wave
     if own_rate == rate or not len(mono):
         return mono
     divisor = np.gcd(own_rate, rate)
