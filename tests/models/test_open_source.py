@@ -168,7 +168,7 @@ def test_tokens_of_bytes_are_readable() -> None:
 @pytest.mark.slow
 def test_precision_of_a_gguf_file_is_read_from_it() -> None:
     named = NAMED["smollm2"]
-    opened = open_model(str(named.locate("smollm2") / named.weights))
+    opened = open_model(str(named.locate() / named.weights))
     assert opened.precision == named.precision
 
 

@@ -25,7 +25,7 @@ def models(as_json: AsJson = False) -> None:
             "precision": model.precision,
             "bytes": model.size,
             "licence": model.licence,
-            "installed": model.available(name),
+            "installed": model.available(),
             "install": model.install,
             "sha256": model.sha256,
         }

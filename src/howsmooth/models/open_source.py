@@ -271,7 +271,7 @@ def _open(spec: str, head: bool, device_map: DeviceMap | None) -> OpenModel:
         precision, licence = FULL_PRECISION, "none (random weights)"
     elif spec in NAMED:
         named = NAMED[spec]
-        folder = named.locate(spec)
+        folder = named.locate()
         gguf = named.weights.endswith(".gguf")
         source, pins = (folder / named.weights, named.unpacked) if gguf else (folder, named.pins)
         model, processor, _, notes = load_pretrained(str(source), head, pins, device_map)
