@@ -35,14 +35,14 @@ _NOTHING_BEYOND = {
 @command
 def bounds(
     options: MapOptions,
-    over: Annotated[str, where_option(help=OVER.format("The set of inputs"))] = "point",
-    per_head: Annotated[bool, what_option("--per-head", help="Bound every head by itself.")] = False,
+    over: Annotated[str, where_option(OVER.format("The set of inputs"))] = "point",
+    per_head: Annotated[bool, what_option("Bound every head by itself.", "--per-head")] = False,
     refused: Annotated[
-        bool, output_option("--refused", help="Also list the bounds that do not apply, with the reason.")
+        bool, output_option("Also list the bounds that do not apply, with the reason.", "--refused")
     ] = False,
     figure: Figure = None,
     as_json: AsJson = False,
-    latex: Annotated[bool, output_option("--latex", help="Print a LaTeX table (booktabs).")] = False,
+    latex: Annotated[bool, output_option("Print a LaTeX table (booktabs).", "--latex")] = False,
 ) -> None:
     """Bound the Lipschitz constant of an attention block by every theorem that applies.
 

@@ -37,20 +37,16 @@ _LONG = 10.0
 @command
 def certify(
     options: MapOptions,
-    what: Annotated[str, what_option(help="attention (the block), head or both.")] = "attention,head",
-    over: Annotated[str, where_option(help="The set: point, around:0.01, around:1% or together:0.01.")] = "point",
+    what: Annotated[str, what_option("attention (the block), head or both.")] = "attention,head",
+    over: Annotated[str, where_option("The set: point, around:0.01, around:1% or together:0.01.")] = "point",
     images: Annotated[
         Path | None,
-        what_option(
-            help="File with tensors images (bytes, or numbers from 0 to 1) and labels: SOURCE is a classifier."
-        ),
+        what_option("File with tensors images (bytes, or numbers from 0 to 1) and labels: SOURCE is a classifier."),
     ] = None,
-    count: Annotated[int | None, what_option(min=1, help="Only the first images of the file.")] = None,
-    norm: Annotated[
-        Literal["2", "1", "inf"], what_option("--distance", help="Norm of the distance between images.")
-    ] = "2",
-    attack: Annotated[bool, exact_option("--attack/--no-attack", help="Search for a nearer image (norm 2).")] = True,
-    out: Annotated[Path | None, out_option(help="Ledger of finished images (none).")] = None,
+    count: Annotated[int | None, what_option("Only the first images of the file.", min=1)] = None,
+    norm: Annotated[Literal["2", "1", "inf"], what_option("Norm of the distance between images.", "--distance")] = "2",
+    attack: Annotated[bool, exact_option("Search for a nearer image (norm 2).")] = True,
+    out: Annotated[Path | None, out_option("Ledger of finished images (none).")] = None,
     resume: Resume = True,
     report: Report = None,
     as_json: AsJson = False,

@@ -28,9 +28,9 @@ WHOLE = "layer[lengths={0}],model[lengths={0}]"
 
 @command
 def demo(
-    models: Annotated[str, what_option(help="minilm, smollm2 or both.")] = "minilm,smollm2",
-    length: Annotated[str | None, length_option(help="Tokens per window, for example 16,64 (each its own).")] = None,
-    out: Annotated[Path, out_option(help="Folder for the store and the report; made if missing.")] = FOLDER,
+    models: Annotated[str, what_option("minilm, smollm2 or both.")] = "minilm,smollm2",
+    length: Annotated[str | None, length_option("Tokens per window, for example 16,64 (each its own).")] = None,
+    out: Annotated[Path, out_option("Folder for the store and the report; made if missing.")] = FOLDER,
     resume: Resume = True,
     device: Device = None,
     as_json: AsJson = False,

@@ -42,22 +42,22 @@ _WHAT_PATHS_ARE = (
 def measure(
     options: MapOptions,
     witness: Annotated[
-        Path | None, where_option(help="The input in this file of `howsmooth worst-case`, on its map.")
+        Path | None, where_option("The input in this file of `howsmooth worst-case`, on its map.")
     ] = None,
     what: Annotated[
-        str | None, what_option(help="attention (the block), head or both (both, or the map of the witness).")
+        str | None, what_option("attention (the block), head or both (both, or the map of the witness).")
     ] = None,
     norm: Annotated[
         Literal["2", "inf", "1", "fro", "token"] | None,
-        what_option(help="Norm of the Jacobian (2, or that of the witness)."),
+        what_option("Norm of the Jacobian (2, or that of the witness)."),
     ] = None,
-    k: Annotated[int, what_option("-k", min=1, help="Number of singular values (norm 2).")] = 1,
+    k: Annotated[int, what_option("Number of singular values (norm 2).", "-k", min=1)] = 1,
     explained: Annotated[
-        bool, what_option("--explain/--no-explain", help="Also value and score path, sink, top tokens (norm 2).")
+        bool, what_option("Also value and score path, sink, top tokens (norm 2).", "--explain/--no-explain")
     ] = False,
     rtol: Rtol = 1e-3,
     confidence: Confidence = 0.99,
-    memory: Annotated[str, engine_option(help="Memory for attention weights between products.")] = "512MiB",
+    memory: Annotated[str, engine_option("Memory for attention weights between products.")] = "512MiB",
     figure: Figure = None,
     as_json: AsJson = False,
 ) -> None:

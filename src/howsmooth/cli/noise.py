@@ -18,9 +18,9 @@ from howsmooth.rounding.activation_noise import noise as run
 @command
 def noise(
     model: Annotated[str, typer.Argument(help="A named model (smollm2), a folder, a hub id, or random:KIND.")],
-    precision: Annotated[str, what_option(help="Low precision: bf16 or fp16.")] = "bf16",
+    precision: Annotated[str, what_option("Low precision: bf16 or fp16.")] = "bf16",
     text: Text = None,
-    length: Annotated[str, length_option(help="Tokens of the window.")] = "64",
+    length: Annotated[str, length_option("Tokens of the window.")] = "64",
     seed: Seed = 0,
     device: Device = None,
     as_json: AsJson = False,

@@ -19,9 +19,25 @@ from howsmooth.cli.program import DETAILS, ENGINE, EXACT, FULL, OUTPUT, TRAINING
 from howsmooth.engines import Engine
 from howsmooth.errors import InvalidInput
 
+
+def option(panel: str, text: str, *flags: str, **settings: Any) -> Any:
+    """An option in a panel of the help, with its text there."""
+    return Option(*flags, help=text, rich_help_panel=panel, **settings)
+
+
 what_option, where_option, exact_option, training_option, output_option, details_option, engine_option = (
-    partial(Option, rich_help_panel=panel) for panel in (WHAT, WHERE, EXACT, TRAINING, OUTPUT, DETAILS, ENGINE)
+    partial(option, panel) for panel in (WHAT, WHERE, EXACT, TRAINING, OUTPUT, DETAILS, ENGINE)
 )
+
+
+def length_option(text: str) -> Any:
+    """A number of tokens, or several."""
+    return where_option(text, metavar="<n,n,…>")
+
+
+def out_option(text: str) -> Any:
+    """The file or folder to write."""
+    return output_option(text, "--out", "-o")
 
 
 def _full_help(ctx: typer.Context, wanted: bool) -> None:
@@ -31,20 +47,20 @@ def _full_help(ctx: typer.Context, wanted: bool) -> None:
         raise typer.Exit
 
 
-AsJson = Annotated[bool, output_option("--json", help="Print JSON.")]
-Debug = Annotated[bool, output_option("--debug", help="Show the traceback of an error.")]
+AsJson = Annotated[bool, output_option("Print JSON.", "--json")]
+Debug = Annotated[bool, output_option("Show the traceback of an error.", "--debug")]
 FullHelp = Annotated[
     bool,
-    output_option("--help-all", is_eager=True, callback=_full_help, help="Show all options."),
+    output_option("Show all options.", "--help-all", is_eager=True, callback=_full_help),
 ]
-Threads = Annotated[int | None, engine_option(min=1, help="Threads for torch (all free cores).")]
-Device = Annotated[str | None, engine_option(help="Where to compute, for example cuda (cpu).")]
+Threads = Annotated[int | None, engine_option("Threads for torch (all free cores).", min=1)]
+Device = Annotated[str | None, engine_option("Where to compute, for example cuda (cpu).")]
 Dtype = Annotated[
     str | None,
-    exact_option(help="Of weights and tokens: auto (as stored), float64, float32, bfloat16 or float16 (auto)."),
+    exact_option("Of weights and tokens: auto (as stored), float64, float32, bfloat16 or float16 (auto)."),
 ]
-Rtol = Annotated[float | None, exact_option(help="Relative accuracy of the two ends.")]
-Confidence = Annotated[float | None, exact_option(help="Probability with which an upper end holds.")]
+Rtol = Annotated[float | None, exact_option("Relative accuracy of the two ends.")]
+Confidence = Annotated[float | None, exact_option("Probability with which an upper end holds.")]
 
 
 def _picture(path: Path | None) -> Path | None:
@@ -53,16 +69,16 @@ def _picture(path: Path | None) -> Path | None:
     return path
 
 
-Figure = Annotated[Path | None, output_option(callback=_picture, help="Write a picture: .png, .svg or .pdf.")]
+Figure = Annotated[Path | None, output_option("Write a picture: .png, .svg or .pdf.", callback=_picture)]
 Report = Annotated[
-    Path | None, output_option(help="Write a page: a section of one that `howsmooth report` wrote, else a new one.")
+    Path | None, output_option("Write a page: a section of one that `howsmooth report` wrote, else a new one.")
 ]
-seed_option = partial(exact_option, "--seed", min=0, max=MAXIMUM_SEED, help="Seed of everything that is drawn.")
+seed_option = partial(exact_option, "Seed of everything that is drawn.", min=0, max=MAXIMUM_SEED)
 Seed = Annotated[int, seed_option()]
 Text = Annotated[
-    Path | None, where_option(help="File that the model reads: a text, an image or a .wav (Alice in Wonderland).")
+    Path | None, where_option("File that the model reads: a text, an image or a .wav (Alice in Wonderland).")
 ]
-Resume = Annotated[bool, output_option("--resume/--no-resume", help="Keep what --out already has, or begin anew.")]
+Resume = Annotated[bool, output_option("Keep what --out already has, or begin anew.")]
 _ENGINES_OF = {
     "partition": ("slurm",),
     "time": ("slurm",),
@@ -73,8 +89,6 @@ _ENGINES_OF = {
 """Option → the engines that take it."""
 FOLDER = Path("howsmooth-output")
 """Folder of all that is written without --out."""
-length_option = partial(where_option, "--length", metavar="<n,n,…>")
-out_option = partial(output_option, "--out", "-o")
 
 
 def one_length(text: str, minimum: int = 1, maximum: int = 2**24) -> int:
@@ -106,18 +120,18 @@ class EngineOptions:
 
     jobs: Annotated[
         int | None,
-        engine_option(min=1, max=10_000, help="Workers: processes, tasks of a SLURM array or of Ray at a time (1)."),
+        engine_option("Workers: processes, tasks of a SLURM array or of Ray at a time (1).", min=1, max=10_000),
     ] = None
     engine: Annotated[
-        str | None, engine_option(help="processes (on this machine), slurm or ray; slurm and ray are extras.")
+        str | None, engine_option("processes (on this machine), slurm or ray; slurm and ray are extras.")
     ] = None
     cores: Annotated[
-        int | None, engine_option(min=1, max=1024, help="Cores, and threads of torch, of a task of SLURM or Ray (1).")
+        int | None, engine_option("Cores, and threads of torch, of a task of SLURM or Ray (1).", min=1, max=1024)
     ] = None
-    address: Annotated[str | None, engine_option(help="Address of the Ray cluster (one is started here).")] = None
-    partition: Annotated[str | None, engine_option(help="Partition of SLURM jobs (the cluster's own choice).")] = None
-    time: Annotated[int | None, engine_option(min=1, help="Minutes for a SLURM job (60).")] = None
-    job_memory: Annotated[str | None, engine_option(help="Memory of a SLURM job, for example 8GB (4GB).")] = None
+    address: Annotated[str | None, engine_option("Address of the Ray cluster (one is started here).")] = None
+    partition: Annotated[str | None, engine_option("Partition of SLURM jobs (the cluster's own choice).")] = None
+    time: Annotated[int | None, engine_option("Minutes for a SLURM job (60).", min=1)] = None
+    job_memory: Annotated[str | None, engine_option("Memory of a SLURM job, for example 8GB (4GB).")] = None
 
     def chosen(self) -> Engine | None:
         """The engine; None for this process."""

@@ -49,43 +49,39 @@ class ScanFlags:
     what: Annotated[
         str | None,
         what_option(
-            help="head, attention, residual, mlp, layer, prefix, model, logits, one or several; with a choice: "
+            "head, attention, residual, mlp, layer, prefix, model, logits, one or several; with a choice: "
             "head\\[layers=0-5,heads=3] (head)."
         ),
     ] = None
-    layers: Annotated[str | None, what_option(help="For example 0,2-4 (all).")] = None
+    layers: Annotated[str | None, what_option("For example 0,2-4 (all).")] = None
     bounds: Annotated[
-        str | None, what_option(help="Upper bounds: none, proved (the three-path bound alone), cheap or all (cheap).")
+        str | None, what_option("Upper bounds: none, proved (the three-path bound alone), cheap or all (cheap).")
     ] = None
     reference: Annotated[
         Literal["random"] | None,
-        what_option(help="random: also the same architecture with random weights, as a line to compare with."),
+        what_option("random: also the same architecture with random weights, as a line to compare with."),
     ] = None
-    explain: Annotated[
-        bool | None, what_option("--explain/--no-explain", help="Also value and score path, sink, entropy (yes).")
-    ] = None
+    explain: Annotated[bool | None, what_option("Also value and score path, sink, entropy (yes).")] = None
     text: Text = None
-    length: Annotated[str | None, length_option(help="Tokens per window: 64,128, 8,16,…,512 or 2,4,...,100 (128).")] = (
-        None
-    )
-    windows: Annotated[int | None, where_option(min=1, help="Windows of the text for each length (1).")] = None
+    length: Annotated[str | None, length_option("Tokens per window: 64,128, 8,16,…,512 or 2,4,...,100 (128).")] = None
+    windows: Annotated[int | None, where_option("Windows of the text for each length (1).", min=1)] = None
     dtype: Dtype = None
     rtol: Rtol = None
     confidence: Confidence = None
     seed: Annotated[int | None, seed_option()] = None
     device: Device = None
-    out: Annotated[Path | None, out_option(help="Store to write (howsmooth-output/scan-MODEL.sqlite).")] = None
+    out: Annotated[Path | None, out_option("Store to write (howsmooth-output/scan-MODEL.sqlite).")] = None
 
 
 @dataclass(frozen=True)
 class ScanEngineOptions(EngineOptions):
     """The workers of a scan, and the part of it that they measure."""
 
-    timeout: Annotated[
-        float | None, engine_option(min=0.1, help="Seconds after which a worker gives up a unit (3600).")
-    ] = None
+    timeout: Annotated[float | None, engine_option("Seconds after which a worker gives up a unit (3600).", min=0.1)] = (
+        None
+    )
     shard: Annotated[
-        str | None, engine_option(help="Measure part i of N, as i/N; slurm: the part of this task of a job array.")
+        str | None, engine_option("Measure part i of N, as i/N; slurm: the part of this task of a job array.")
     ] = None
 
     def options(self) -> dict[str, Any]:
@@ -97,13 +93,13 @@ class ScanEngineOptions(EngineOptions):
 @command
 def scan(
     options: ScanFlags,
-    config: Annotated[Path | None, what_option(help="TOML file with any of these options; flags win.")] = None,
+    config: Annotated[Path | None, what_option("TOML file with any of these options; flags win.")] = None,
     resume: Resume = True,
     export: Annotated[
-        list[Path] | None, output_option(help="Also write the rows: .csv, .parquet or .json; may be repeated.")
+        list[Path] | None, output_option("Also write the rows: .csv, .parquet or .json; may be repeated.")
     ] = None,
     plan: Annotated[
-        bool, output_option("--plan", help="Measure nothing: print cells, time, memory, and a script for SLURM.")
+        bool, output_option("Measure nothing: print cells, time, memory, and a script for SLURM.", "--plan")
     ] = False,
     as_json: AsJson = False,
     *,

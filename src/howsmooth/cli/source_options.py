@@ -76,32 +76,32 @@ class MapOptions:
             "random:KIND, a folder, a .gguf file, or an id on the hub (org/name)."
         ),
     ] = "random"
-    prefix: Annotated[str | None, what_option(help="A layer of the file, for example h.0.attn.")] = None
-    layer: Annotated[int | None, what_option(min=0, help="A layer of the model, counted from 0 (0).")] = None
+    prefix: Annotated[str | None, what_option("A layer of the file, for example h.0.attn.")] = None
+    layer: Annotated[int | None, what_option("A layer of the model, counted from 0 (0).", min=0)] = None
     text: Text = None
-    input: Annotated[Path | None, where_option(help="File with the tokens, (n, d) or (batch, n, d).")] = None
-    input_name: Annotated[str | None, where_option(help="A tensor of the --input file.")] = None
+    input: Annotated[Path | None, where_option("File with the tokens, (n, d) or (batch, n, d).")] = None
+    input_name: Annotated[str | None, where_option("A tensor of the --input file.")] = None
     seed: Seed = 0
-    width: Annotated[int | None, what_option(min=1, help="Width d of a random map (64).")] = None
-    heads: Annotated[int | None, what_option(min=1, help="Number of heads (4 when random).")] = None
-    causal: Annotated[bool | None, what_option("--causal/--no-causal", help="Tokens see only the past.")] = None
+    width: Annotated[int | None, what_option("Width d of a random map (64).", min=1)] = None
+    heads: Annotated[int | None, what_option("Number of heads (4 when random).", min=1)] = None
+    causal: Annotated[bool | None, what_option("Tokens see only the past.")] = None
     length: Annotated[
         str | None,
-        length_option(help="Number of random or text tokens (128); for bounds and worst-case several: 8,16,…,64."),
+        length_option("Number of random or text tokens (128); for bounds and worst-case several: 8,16,…,64."),
     ] = None
-    like: Annotated[str | None, details_option(help="Random weights of the sizes of bert-base, gpt2 or llama.")] = None
+    like: Annotated[str | None, details_option("Random weights of the sizes of bert-base, gpt2 or llama.")] = None
     attention: Annotated[
         str | None,
-        details_option(help="Kind of attention of weights without a model: dot, l2, cosine, sigmoid (dot)."),
+        details_option("Kind of attention of weights without a model: dot, l2, cosine, sigmoid (dot)."),
     ] = None
-    kv_heads: Annotated[int | None, details_option(min=1, help="Number of key-value heads, when fewer.")] = None
-    window: Annotated[int | None, details_option(min=1, help="Tokens see only this many neighbours.")] = None
-    rope: Annotated[bool | None, details_option("--rope/--no-rope", help="Rotary positions.")] = None
-    rope_base: Annotated[float | None, details_option(help="Base of the rotary angles (10000).")] = None
-    alibi: Annotated[bool | None, details_option("--alibi/--no-alibi", help="Linear position biases.")] = None
-    softcap: Annotated[float | None, details_option(help="Logits become c·tanh(s/c).")] = None
-    qk_norm: Annotated[str | None, details_option(help="Normalise queries and keys: rms or l2.")] = None
-    scale: Annotated[float | None, details_option(help="Factor on the logits (1/√head width).")] = None
+    kv_heads: Annotated[int | None, details_option("Number of key-value heads, when fewer.", min=1)] = None
+    window: Annotated[int | None, details_option("Tokens see only this many neighbours.", min=1)] = None
+    rope: Annotated[bool | None, details_option("Rotary positions.")] = None
+    rope_base: Annotated[float | None, details_option("Base of the rotary angles (10000).")] = None
+    alibi: Annotated[bool | None, details_option("Linear position biases.")] = None
+    softcap: Annotated[float | None, details_option("Logits become c·tanh(s/c).")] = None
+    qk_norm: Annotated[str | None, details_option("Normalise queries and keys: rms or l2.")] = None
+    scale: Annotated[float | None, details_option("Factor on the logits (1/√head width).")] = None
     dtype: Dtype = None
     device: Device = None
 
@@ -376,7 +376,8 @@ def _from_file(options: MapOptions) -> AttentionMap:
             raise InvalidInput(f"--{name} is for random weights: those of a file have their own sizes.")
     sizes: dict[str, Any] = {"kv_heads": options.kv_heads, "dtype": options.torch_dtype, "rotary": options.rotary}
     weights = read_attention_weights(path, options.prefix, options.heads, **sizes)
-    return in_kind(weights.attention(**options.attention_arguments(weights.heads, weights.head_width)), options)
+    settings = options.attention_arguments(weights["heads"], len(weights["query"]) // weights["heads"])
+    return in_kind(SelfAttention(**weights, **settings), options)
 
 
 def _from_model(options: MapOptions) -> MapAtTokens:

@@ -42,16 +42,14 @@ _LENGTHS = "8,16,32"
 @command
 def worst_case(
     options: MapOptions,
-    head: Annotated[int | None, what_option(min=0, help="One head, counted from 0 (the whole block).")] = None,
-    over: Annotated[str | None, where_option(help=OVER.format("The sets, with one size or several (ball:1,2)"))] = None,
-    around: Annotated[
-        Path | None, where_option(help="Text for --over around: search near the layer's input there.")
-    ] = None,
-    norm: Annotated[Literal["2", "inf"], what_option(help="Norm of the Jacobian.")] = "2",
-    starts: Annotated[int, exact_option(min=1, help="Random starts, beside the theorems' own.")] = 8,
-    steps: Annotated[int, exact_option(min=1, help="Steps of each search.")] = 200,
-    seconds: Annotated[float | None, exact_option(help="Time for all searches together.")] = None,
-    out: Annotated[Path, out_option(help="Folder for witnesses and figure.")] = FOLDER,
+    head: Annotated[int | None, what_option("One head, counted from 0 (the whole block).", min=0)] = None,
+    over: Annotated[str | None, where_option(OVER.format("The sets, with one size or several (ball:1,2)"))] = None,
+    around: Annotated[Path | None, where_option("Text for --over around: search near the layer's input there.")] = None,
+    norm: Annotated[Literal["2", "inf"], what_option("Norm of the Jacobian.")] = "2",
+    starts: Annotated[int, exact_option("Random starts, beside the theorems' own.", min=1)] = 8,
+    steps: Annotated[int, exact_option("Steps of each search.", min=1)] = 200,
+    seconds: Annotated[float | None, exact_option("Time for all searches together.")] = None,
+    out: Annotated[Path, out_option("Folder for witnesses and figure.")] = FOLDER,
     *,
     engine: EngineOptions,
     as_json: AsJson = False,

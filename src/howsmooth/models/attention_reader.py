@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 _HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
 _ADAPTER = re.compile(r"\.(base_layer|lora_\w+\.\w+)(?=\.)")
 """Parts of parameter names that PEFT inserts."""
+_SINKS, _RELATIVE_BIAS = "sinks", "relative_attention_bias"
+"""Names of the logits of learned sinks and of a table of relative position biases, where a block has them."""
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 Rotations = dict[int, tuple[Tensor, Tensor]]
 """Identity of a rounded tensor → that tensor (a reference keeps its identity unique) and the same unrounded."""
@@ -134,7 +136,7 @@ def read_attention(
     if getattr(owner, "attn_temperature_tuning", False) and rotary is None:
         strength, step = (float(getattr(owner, name)) for name in ("attn_scale", "floor_scale"))
         attention.query_stages.insert(0, PlaceScale(strength, step, positions))
-    sinks: Any = getattr(owner, site.names.sinks, None)
+    sinks: Any = getattr(owner, _SINKS, None)
     if features is None and gate is None and sinks is None:
         return attention
     sinks = None if sinks is None else sinks.detach().clone()
@@ -205,8 +207,8 @@ def _projections(site: AttentionSite, heads: int, width: int) -> tuple[list[Any]
 def _refuse_unread_parameters(site: AttentionSite) -> None:
     """Refuse a block with unread parameters: a feature whose weights are still zero would pass the self-check."""
     names = site.names
-    read = (*names.inputs, names.output, *names.norms, *names.after, names.relative_bias, *names.more)
-    parameters = [name for name, _ in site.block.named_parameters() if name != names.sinks]
+    read = (*names.inputs, names.output, *names.norms, *names.after, _RELATIVE_BIAS, *names.more)
+    parameters = [name for name, _ in site.block.named_parameters() if name != _SINKS]
     unread = [name for name in parameters if _ADAPTER.sub("", name).rpartition(".")[0] not in read]
     if unread:
         raise UnsupportedModel(
@@ -341,7 +343,7 @@ def _relative_bias(model: PreTrainedModel) -> list[RelativeBias]:
     """The bias by bucketed distance of MPNet and T5, written out by offset; the outermost buckets have no end."""
     module: Any
     for module in model.modules():
-        if not isinstance(getattr(module, "relative_attention_bias", None), nn.Embedding):
+        if not isinstance(getattr(module, _RELATIVE_BIAS, None), nn.Embedding):
             continue
         weight = module.relative_attention_bias.weight.detach()
         if hasattr(module, "_relative_position_bucket"):  # T5

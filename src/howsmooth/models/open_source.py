@@ -117,7 +117,9 @@ class OpenModel:
             nn.Module.double(twin)
         else:
             precision = precision_in_words(name)
-            _round_weights(twin, getattr(torch, name))
+            with torch.no_grad():
+                for weight in twin.parameters():
+                    weight.copy_(weight.to(getattr(torch, name)).to(weight.dtype))
         return replace(self, model=twin, sha256=content_sha256(twin), precision=precision, dtype=name)
 
     def windows(
@@ -327,12 +329,6 @@ def _dtype_name(dtype: Dtype) -> str:
     'bfloat16'
     """
     return check_one_of(str(dtype).removeprefix("torch."), DTYPES, "dtype")
-
-
-def _round_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.copy_(weight.to(dtype).to(weight.dtype))
 
 
 def twin_of(model: OpenModel) -> OpenModel:
