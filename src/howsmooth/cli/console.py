@@ -132,16 +132,6 @@ def step_progress(total: int) -> Iterator[Callable[[str], None]]:
         yield lambda label: update(description=label, completed=next(begun))
 
 
-def set_threads(threads: int | None) -> None:
-    """Let torch use this many threads."""
-    if threads is not None:
-        if not 1 <= threads <= MAXIMUM_THREADS:
-            raise InvalidInput(f"--threads is at most {MAXIMUM_THREADS} on this machine, got {threads}: choose fewer.")
-        import torch
-
-        torch.set_num_threads(threads)
-
-
 def parse_bytes(text: str) -> int:
     """A size such as 512MB, 2GiB or 1000000 in bytes.
 

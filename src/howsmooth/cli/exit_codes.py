@@ -71,7 +71,7 @@ class OneLineErrors(TyperGroup):
                 code = _report(error, lambda: self._sizes(args))
         if code == INTERRUPTED:
             if not explained:
-                complain(stop_word())
+                complain(_stop_word())
             code = INTERRUPTED if _stopped_by is None else 128 + _stopped_by
         sys.exit(code if isinstance(code, int) else 0)
 
@@ -83,12 +83,12 @@ class OneLineErrors(TyperGroup):
 
 
 @contextmanager
-def stored(content: Callable[[], str]) -> Iterator[None]:
-    """After Ctrl-C one line that names what is stored."""
+def stored(content: Callable[[Any], str], stop: type[BaseException] = KeyboardInterrupt) -> Iterator[None]:
+    """After Ctrl-C, or another stop, one line that names what is stored."""
     try:
         yield
-    except KeyboardInterrupt:
-        complain(f"{stop_word()}: {content()}.")
+    except stop as stopped:
+        complain(f"{_stop_word()}: {content(stopped)}.")
         raise SystemExit(INTERRUPTED) from None
 
 
@@ -96,7 +96,7 @@ _stopped_by: int | None = None
 """The signal that stopped the command, unless it was Ctrl-C; a process runs one command at a time."""
 
 
-def stop_word() -> str:
+def _stop_word() -> str:
     """The cause of the stop, for the line that names what is stored."""
     return "interrupted" if _stopped_by is None else _STOPS[signal.Signals(_stopped_by).name]
 

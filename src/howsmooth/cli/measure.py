@@ -27,11 +27,11 @@ _SYMBOLS = {"2": "‖J‖₂", "inf": "‖J‖_∞", "1": "‖J‖₁", "fro": "
 _TOP_TOKENS = 3
 _MAP_TOKENS = 256
 """More tokens are drawn by their energies: n × n blocks would take long."""
-_WHAT_RELATIVE_IS = (
+_RELATIVE = (
     "relative: {norm}·|X|/|f(X)|, by what share of itself the output can move when the input moves by a small share of "
     "itself; it compares layers and models, {norm} alone compares inputs, lengths and heads of one layer."
 )
-_WHAT_PATHS_ARE = (
+_PATHS = (
     "value path, score path: ‖J‖₂ of each part of the Jacobian by itself, each in its own worst direction; they may "
     "cancel, so neither they nor their sum is ‖J‖₂. value share: the part of ‖J‖₂ that goes through the values in the "
     "worst direction of the whole; the rest goes through the scores."
@@ -132,14 +132,14 @@ def _print(
     show(table)
     if several:
         show("next σ: the next singular values (estimates).")
-    show(_WHAT_RELATIVE_IS.format(norm=_SYMBOLS[norm]))
+    show(_RELATIVE.format(norm=_SYMBOLS[norm]))
     if any(m.value.numel() > 1 for m in measured.values()):
         show("″ solved together with the map above; each upper bound holds with its probability by itself.")
     for note in dict.fromkeys([*site.notes, *(note for m in measured.values() for note in m.notes)]):
         show(f"note: {note}")
     if stories:
         show(_explanations(stories))
-        show(_WHAT_PATHS_ARE)
+        show(_PATHS)
     if figure is not None:
         show(f"figure: {figure}")
 

@@ -14,7 +14,7 @@ import typer
 from typer import Option
 
 from howsmooth._util.common import check_figure_path
-from howsmooth.cli.console import MAXIMUM_SEED, parse_bytes, set_threads
+from howsmooth.cli.console import MAXIMUM_SEED, MAXIMUM_THREADS, parse_bytes
 from howsmooth.cli.program import DETAILS, ENGINE, EXACT, FULL, OUTPUT, TRAINING, WHAT, WHERE
 from howsmooth.engines import Engine
 from howsmooth.errors import InvalidInput
@@ -53,7 +53,7 @@ FullHelp = Annotated[
     bool,
     output_option("Show all options.", "--help-all", is_eager=True, callback=_full_help),
 ]
-Threads = Annotated[int | None, engine_option("Threads for torch (all free cores).", min=1)]
+Threads = Annotated[int | None, engine_option("Threads for torch (all free cores).", min=1, max=MAXIMUM_THREADS)]
 Device = Annotated[str | None, engine_option("Where to compute, for example cuda (cpu).")]
 Dtype = Annotated[
     str | None,
@@ -87,11 +87,12 @@ _ENGINES_OF = {
     "address": ("ray",),
 }
 """Option → the engines that take it."""
+_LONGEST = 2**24
 FOLDER = Path("howsmooth-output")
 """Folder of all that is written without --out."""
 
 
-def one_length(text: str, minimum: int = 1, maximum: int = 2**24) -> int:
+def one_length(text: str, minimum: int = 1) -> int:
     """The number of tokens of a command that takes one alone.
 
     >>> one_length("64")
@@ -100,8 +101,8 @@ def one_length(text: str, minimum: int = 1, maximum: int = 2**24) -> int:
     from howsmooth.scans.scan_grammar import parse_lengths
 
     length, *others = parse_lengths(text)
-    if others or not minimum <= length <= maximum:
-        raise InvalidInput(f"--length is one number of tokens here, from {minimum} to {maximum}, got {text!r}.")
+    if others or not minimum <= length <= _LONGEST:
+        raise InvalidInput(f"--length is one number of tokens here, from {minimum} to {_LONGEST}, got {text!r}.")
     return length
 
 
@@ -173,6 +174,9 @@ class command:
         )
 
     def __call__(self, threads: int | None, debug: bool, help_all: bool, **given: Any) -> None:
-        set_threads(threads)
+        if threads is not None:
+            import torch
+
+            torch.set_num_threads(threads)
         groups = {n: kind(**{f.name: given.pop(f.name) for f in fields(kind)}) for n, kind in self.groups.items()}
         self.function(**groups, **given)

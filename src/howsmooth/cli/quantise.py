@@ -95,7 +95,7 @@ def quantise(
     distinct_files(read=[("--text", text)], written=files)
     words = None if text is None else read_text(text)
     with (
-        stored(lambda: f"windows that were done are stored in {out}; the same command resumes"),
+        stored(lambda stopped: f"windows that were done are stored in {out}; the same command resumes"),
         step_progress(windows + (windows if budget is not None else 0) + 1) as begin,
     ):
         begin("opening the model")

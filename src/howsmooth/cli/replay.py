@@ -24,7 +24,7 @@ _OF_THE_INPUT = ("text", "input", "input_name", "length")
 """Options that do not name a map."""
 
 
-def remember(options: MapOptions, attention: AttentionMap) -> dict[str, Any]:
+def map_entry(options: MapOptions, attention: AttentionMap) -> dict[str, Any]:
     """The entry of a witness file about its map: the options that name it, and the hash of its weights."""
     if options.names_model:
         options = replace(options, layer=options.layer or 0)
@@ -74,7 +74,7 @@ class Replay:
         if any(getattr(options, name) is not None for name in ("input", "text", "length")):
             raise InvalidInput("--witness holds the tokens: leave out --input, --text and --length.")
         witness = Witness.load(file)
-        recalled = _recalled(witness.source, file) if witness.source else None
+        recalled = _stored_options(witness.source, file) if witness.source else None
         options = _chosen(options, recalled, witness, file)
         site = replace(options, length=None if options.names_model else "1").open()
         moved = None if recalled is None or recalled.source == options.source else printable(recalled.source)
@@ -139,7 +139,7 @@ def _chosen(options: MapOptions, recalled: MapOptions | None, witness: Witness, 
     return recalled
 
 
-def _recalled(source: dict[str, Any], file: Path) -> MapOptions:
+def _stored_options(source: dict[str, Any], file: Path) -> MapOptions:
     """The options that were written beside the witness, each of its kind."""
     kinds = {name: kind for name, kind in get_type_hints(MapOptions).items() if name not in _OF_THE_INPUT}
     named = {name: value for name, value in source.items() if name != "sha256"}

@@ -206,7 +206,7 @@ def storing(out: Path) -> Iterator[Callable[[Any], None]]:
     columns = (BarColumn(), TextColumn("{task.fields[cells]}"), TimeElapsedColumn(), TimeRemainingColumn())
     cells = ""
 
-    def content() -> str:
+    def content(stopped: KeyboardInterrupt) -> str:
         return f"{cells} are kept in {out}; the same command goes on from there" if cells else _stored_before(out)
 
     with stored(content), progress_line("opening the model", *columns, total=1.0, cells="") as update:

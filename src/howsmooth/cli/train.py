@@ -16,7 +16,7 @@ from rich.table import Table
 from typer import Argument
 
 from howsmooth.cli.console import print_json, progress_line, show, written
-from howsmooth.cli.exit_codes import INTERRUPTED, NOT_CONVERGED, complain, stop_word
+from howsmooth.cli.exit_codes import NOT_CONVERGED, stored
 from howsmooth.cli.options import (
     AsJson,
     Device,
@@ -220,16 +220,13 @@ def _watching(out: Path) -> Iterator[Callable[[str, Any], None]]:
     """A line on stderr with bits, bound, speed and remaining time; after Ctrl-C one line that names what is stored."""
     from howsmooth.papers.training.loop import TrainingStopped
 
-    try:
-        with progress_line("reading the text", BarColumn(bar_width=20), TimeElapsedColumn(), total=1.0) as update:
+    line = progress_line("reading the text", BarColumn(bar_width=20), TimeElapsedColumn(), total=1.0)
+    with stored(lambda stopped: f"{stopped.step} steps are kept in {out}; {_SAME}", TrainingStopped), line as update:
 
-            def show(label: str, now: Any) -> None:
-                update(description=label + described(now), completed=now.step / now.steps)
+        def show(label: str, now: Any) -> None:
+            update(description=label + described(now), completed=now.step / now.steps)
 
-            yield show
-    except TrainingStopped as stopped:
-        complain(f"{stop_word()}: {stopped.step} steps are kept in {out}; {_SAME}.")
-        raise SystemExit(INTERRUPTED) from None
+        yield show
 
 
 def described(now: Any) -> str:

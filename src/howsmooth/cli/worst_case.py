@@ -26,7 +26,7 @@ from howsmooth.cli.options import (
     what_option,
     where_option,
 )
-from howsmooth.cli.replay import remember
+from howsmooth.cli.replay import map_entry
 from howsmooth.cli.source_options import OVER, MapAtTokens, MapOptions, layer_tokens, norm_image
 from howsmooth.errors import InvalidInput
 from howsmooth.scans.scan_grammar import parse_lengths
@@ -79,7 +79,7 @@ def worst_case(
     site = replace(options, length=None if options.input is not None else first).open()
     sets = _sets(site, counts, named)
     out.mkdir(parents=True, exist_ok=True)
-    source = remember(options, site.attention)
+    source = map_entry(options, site.attention)
     stem = _stem(options, source["sha256"], head, norm)
     unit = named.absolute(site.one_input)[0] / named.sizes[0] if named is not None and named.share else 1.0
     with _searching() as progress:
@@ -154,9 +154,9 @@ def _stem(options: MapOptions, sha256: str, head: int | None, norm: str) -> str:
 
 def _set_name(over: InputSet) -> str:
     """The kind of set in a file name."""
-    said = over.describe()
+    facts = over.describe()
     known = {"around": "eps", "ball": "R"}
-    return known.get(said["set"]) or re.sub(r"\W+", "-", str(said.get("origin", said["set"])))
+    return known.get(facts["set"]) or re.sub(r"\W+", "-", str(facts.get("origin", facts["set"])))
 
 
 def _size_name(over: InputSet, unit: float) -> str:

@@ -148,18 +148,18 @@ def _read_linear(site: AttentionSite, path: str) -> tuple[Tensor, Tensor | None]
     from transformers.pytorch_utils import Conv1D
 
     module, added = _without_adapter(site.submodule(path), path, site.layer)
-    weight = getattr(module, "weight", None)
-    if not isinstance(module, nn.Linear | Conv1D) or not isinstance(weight, Tensor) or not weight.is_floating_point():
+    if not isinstance(module, nn.Linear | Conv1D) or not module.weight.is_floating_point():
         raise UnsupportedModel(
             f"the projection {path!r} of layer {site.layer} is a {type(module).__name__} without plain floating-point "
             "weights: load the model without quantisation and merge its adapters first."
         )
+    weight = module.weight.detach()
     if weight.is_meta:
         raise UnsupportedModel(
             f"the weights of layer {site.layer} are not in memory (they are on the meta device): load the model "
             "without offloading."
         )
-    weight = weight.detach() if added is None else weight.detach() + added.to(weight.dtype)
+    weight = weight if added is None else weight + added.to(weight.dtype)
     weight = weight.T if isinstance(module, Conv1D) else weight
     return weight.clone(), None if module.bias is None else module.bias.detach().clone()
 
@@ -168,11 +168,9 @@ def _without_adapter(module: Any, path: str, layer: int) -> tuple[nn.Module, Ten
     """The projection under the LoRA adapters of PEFT, and the sum of the active adapters."""
     if not hasattr(module, "get_base_layer"):
         return module, None
-    active: list[str] = [
-        name for name in getattr(module, "active_adapters", []) if name in getattr(module, "lora_A", {})
-    ]
-    others = set(getattr(module, "active_adapters", [])) - set(active)
-    if others or any(getattr(module, "use_dora", {}).get(name) for name in active):
+    active: list[str] = getattr(module, "active_adapters", [])
+    lora, dora = (getattr(module, kind, {}) for kind in ("lora_A", "use_dora"))
+    if any(name not in lora or dora.get(name) for name in active):
         raise UnsupportedModel(
             f"the projection {path!r} of layer {layer} has an adapter that is not plain LoRA: merge it into the model."
         )
@@ -390,8 +388,7 @@ def _read_latent(site: AttentionSite, rotary: Rotary | None, mask: LogitBias | N
 
     def at(index: int, rows: Tensor) -> Tensor:
         """Rows ``(heads, ·, ·)`` that read one of the three parts of the features."""
-        parts = [rows if i == index else rows.new_zeros(*rows.shape[:2], size) for i, size in enumerate(sizes)]
-        return torch.cat(parts, dim=-1)
+        return nn.functional.pad(rows, (sum(sizes[:index]), sum(sizes[index + 1 :])))
 
     def turned_first(rows: Tensor) -> Tensor:
         return torch.cat([rows[:, plain:], rows[:, :plain]], dim=1)

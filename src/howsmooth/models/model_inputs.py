@@ -103,9 +103,9 @@ class TokenisedText:
 
         They begin at `spread_starts`: spread over the text, and at the same tokens for every length.
         """
-        inside = length - len(self.before) - len(self.after)
+        special = len(self.before) + len(self.after)
+        inside = length - special
         if inside < 1:
-            special = len(self.before) + len(self.after)
             raise InvalidInput(
                 f"a window of {length} token(s) has no room for text: this model adds {special} special ones, so ask "
                 f"for a length of at least {special + 1}."
@@ -382,8 +382,8 @@ def _encoded(text: str) -> bytes:
         raise InvalidInput("the text holds halves of surrogate pairs, which UTF-8 cannot hold: remove them.") from None
 
 
-def read_wav(path: str | Path, rate: int = RATE) -> np.ndarray:
-    """The sound in a .wav file as one channel in [−1, 1], resampled to ``rate``.
+def read_wav(path: str | Path) -> np.ndarray:
+    """The sound in a .wav file as one channel in [−1, 1], resampled to `RATE`.
 
     >>> import tempfile
     >>> from scipy.io import wavfile
@@ -415,10 +415,8 @@ def read_wav(path: str | Path, rate: int = RATE) -> np.ndarray:
         middle = (ends.max + 1 + ends.min) // 2
         wave = (wave - middle) / (ends.max + 1 - middle)
     mono = wave.mean(axis=1) if wave.ndim == 2 else wave
-    if own_rate == rate or not len(mono):
-        return mono
-    divisor = np.gcd(own_rate, rate)
-    return resample_poly(mono, rate // divisor, own_rate // divisor)
+    divisor = np.gcd(own_rate, RATE)
+    return mono if own_rate == RATE or not len(mono) else resample_poly(mono, RATE // divisor, own_rate // divisor)
 
 
 def _unreadable(path: str | Path, kind: str, error: Exception, advice: str) -> InvalidInput:

@@ -167,18 +167,18 @@ RANDOM_TWIN = "@random"
 
 
 @alone
-def random_twin(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
+def random_twin(model: PreTrainedModel) -> PreTrainedModel:
     """A model of the same configuration, drawn as its architecture draws weights before training.
 
     The difference between the two is the effect of training.
 
-    >>> model = random_model("random:gpt2[layers=1,width=16]")
-    >>> twin = random_twin(model, seed=1)
+    >>> model = random_model("random:gpt2[layers=1,width=16,seed=1]")
+    >>> twin = random_twin(model)
     >>> twin.config.n_layer, bool((twin.wte.weight == model.wte.weight).all())
     (1, False)
     """
     weight = next(model.parameters())
-    with _drawing(seed):
+    with _drawing(_DEFAULTS["seed"]):
         try:
             twin: Any = type(model)(copy.deepcopy(model.config))
         except (TypeError, ValueError, AttributeError) as error:

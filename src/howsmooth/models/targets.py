@@ -219,26 +219,21 @@ class Targets:
     def _recording(self) -> Iterator[None]:
         """Record inputs and outputs of the layers and their MLPs while the model runs."""
         modules = [*self.modules, *(module for mlp in self._mlps if mlp for module in mlp)]
+        recorded = {*modules, *self._bodies}
+        inside = {module for layer in self.modules for module in layer.modules()}
+        leaves = {m for m in self.model.modules() if m not in inside and not list(m.children())}
         last = self.modules[-1]
 
         def on_exit(module: nn.Module, args: Any, output: Any) -> None:
-            self._outputs[module] = first_tensor(output)
-
-        def at_the_end(module: nn.Module, args: Any, output: Any) -> None:
-            self._output = output
-
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            if last in self._outputs and args and isinstance(output, Tensor) and isinstance(args[0], Tensor):
+            if module in recorded:
+                self._outputs[module] = first_tensor(output)
+            elif last in self._outputs and args and isinstance(output, Tensor) and isinstance(args[0], Tensor):
                 self._tail.append((module, args[0], output))
+            if module is self.model:
+                self._output = output
 
-        hooks = [module.register_forward_hook(on_exit) for module in [*modules, *self._bodies]]
-        inside = {module for layer in self.modules for module in layer.modules()}
-        leaves = [m for m in self.model.modules() if m not in inside and not list(m.children())]
-        hooks += [module.register_forward_hook(after) for module in leaves]
-        with (
-            temporary_hooks([*hooks, self.model.register_forward_hook(at_the_end)]),
-            recorded_calls(modules) as self._calls,
-        ):
+        hooks = [module.register_forward_hook(on_exit) for module in recorded | leaves | {self.model}]
+        with temporary_hooks(hooks), recorded_calls(modules) as self._calls:
             yield
 
     def _input(self, layer: int) -> Tensor:
