@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from howsmooth.cli import app, exit_codes, main
-from howsmooth.cli.exit_codes import CODES
+from howsmooth.cli.terminal import CODES
 from howsmooth.cli.train import described
 from howsmooth.papers.training.run_status import TrainingStatus
 from tests.cli.command import Command

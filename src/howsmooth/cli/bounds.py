@@ -16,10 +16,9 @@ from torch import Tensor
 
 from howsmooth.bounds.bound_table import BoundRow, Table, table, with_witness
 from howsmooth.bounds.catalogue import SCOPES
-from howsmooth.cli.console import print_json, print_line, show, step_progress
-from howsmooth.cli.exit_codes import NOT_CONVERGED
 from howsmooth.cli.options import AsJson, Figure, command, output_option, what_option, where_option
 from howsmooth.cli.source_options import OVER, MapAtTokens, MapOptions, norm_image
+from howsmooth.cli.terminal import NOT_CONVERGED, print_json, print_line, show, step_progress
 from howsmooth.errors import InvalidInput
 from howsmooth.scans.scan_grammar import parse_lengths
 from howsmooth.sets import Around, InputSet, Point, SetText, Tokens

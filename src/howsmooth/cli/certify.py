@@ -19,9 +19,9 @@ from howsmooth.certificates.ball.block_ball import expected_change_seconds
 from howsmooth.certificates.ball.radius_sweep import ladder, ladder_radii
 from howsmooth.certificates.certify_any import certify_patches, certify_tokens
 from howsmooth.certificates.point.enclosure import expected_block_seconds, expected_seconds
-from howsmooth.cli.console import print_json, show, stderr, step_progress, written
 from howsmooth.cli.options import AsJson, Report, Resume, command, exact_option, out_option, what_option, where_option
 from howsmooth.cli.source_options import MapAtTokens, MapOptions, kinds_of_map
+from howsmooth.cli.terminal import print_json, show, stderr, step_progress, written
 from howsmooth.errors import InvalidInput
 from howsmooth.models.weight_files import read_tensors
 from howsmooth.reports.certificate_section import write_certificates

@@ -11,8 +11,6 @@ from rich.table import Table
 from typer import Argument
 
 from howsmooth._util.common import distinct_files
-from howsmooth.cli.console import print_json, show, step_progress
-from howsmooth.cli.exit_codes import BEYOND
 from howsmooth.cli.options import (
     AsJson,
     Device,
@@ -27,6 +25,7 @@ from howsmooth.cli.options import (
     what_option,
     where_option,
 )
+from howsmooth.cli.terminal import BEYOND, print_json, show, step_progress
 from howsmooth.errors import InvalidInput
 
 if TYPE_CHECKING:

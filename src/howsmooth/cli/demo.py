@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from howsmooth.cli.console import print_json, show
-from howsmooth.cli.exit_codes import NOT_CONVERGED, complain
 from howsmooth.cli.options import FOLDER, AsJson, Device, Resume, command, length_option, out_option, what_option
 from howsmooth.cli.report import facts
 from howsmooth.cli.scan import storing
+from howsmooth.cli.terminal import NOT_CONVERGED, complain, print_json, show
 from howsmooth.errors import InvalidInput
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import Annotated
 
 from typer import Argument
 
-from howsmooth.cli.console import print_json, print_line
 from howsmooth.cli.options import AsJson, command, out_option, output_option
+from howsmooth.cli.terminal import print_json, print_line
 
 
 @command

@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.table import Table
 
-from howsmooth.cli.console import print_json, show
 from howsmooth.cli.options import AsJson, command
+from howsmooth.cli.terminal import print_json, show
 from howsmooth.models import MODEL_TYPES, NAMED
 from howsmooth.models.module_names import RANDOM_NAMES
 

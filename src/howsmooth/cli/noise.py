@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from howsmooth.cli.console import print_json, right_table, show, step_progress, written
 from howsmooth.cli.options import AsJson, Device, Seed, Text, command, length_option, one_length, what_option
+from howsmooth.cli.terminal import print_json, right_table, show, step_progress, written
 from howsmooth.models import open_model
 from howsmooth.models.model_inputs import read_text
 from howsmooth.rounding.activation_noise import ActivationNoise

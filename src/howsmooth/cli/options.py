@@ -14,8 +14,8 @@ import typer
 from typer import Option
 
 from howsmooth._util.common import check_figure_path
-from howsmooth.cli.console import MAXIMUM_SEED, MAXIMUM_THREADS, parse_bytes
 from howsmooth.cli.program import DETAILS, ENGINE, EXACT, FULL, OUTPUT, TRAINING, WHAT, WHERE
+from howsmooth.cli.terminal import MAXIMUM_SEED, MAXIMUM_THREADS, parse_bytes
 from howsmooth.engines import Engine
 from howsmooth.errors import InvalidInput
 

@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperCommand, TyperOption
 from typer.main import get_command
 
-from howsmooth.cli.exit_codes import CODES, INTERRUPTED, OneLineErrors, complain
+from howsmooth.cli.terminal import CODES, INTERRUPTED, OneLineErrors, complain
 
 COMMANDS = (
     *("measure", "bounds", "worst-case", "certify", "scan", "merge", "quantise", "quantize", "noise", "report"),

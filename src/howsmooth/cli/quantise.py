@@ -9,8 +9,6 @@ import typer
 from rich.table import Table
 
 from howsmooth._util.common import distinct_files, printable, write_whole
-from howsmooth.cli.console import print_json, right_table, show, step_progress, written
-from howsmooth.cli.exit_codes import complain, stored
 from howsmooth.cli.options import (
     AsJson,
     Device,
@@ -30,6 +28,7 @@ from howsmooth.cli.options import (
     what_option,
     where_option,
 )
+from howsmooth.cli.terminal import complain, print_json, right_table, show, step_progress, stored, written
 from howsmooth.errors import InvalidInput
 from howsmooth.models.model_inputs import read_text
 from howsmooth.reports.quantisation_section import write_rounding

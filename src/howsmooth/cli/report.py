@@ -10,8 +10,8 @@ import typer
 from typer import Argument
 
 from howsmooth._util.common import FORMATS, distinct_files, same_file
-from howsmooth.cli.console import print_json, show, step_progress
 from howsmooth.cli.options import AsJson, command, out_option, output_option
+from howsmooth.cli.terminal import print_json, show, step_progress
 from howsmooth.errors import InvalidInput
 from howsmooth.reports import group_headline, groups, summary
 from howsmooth.reports.figure_formats import check_formats

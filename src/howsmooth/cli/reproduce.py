@@ -10,7 +10,6 @@ from rich.progress import BarColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from howsmooth._util.validation import check_one_of
-from howsmooth.cli.console import print_json, progress_line, show, stderr
 from howsmooth.cli.options import (
     AsJson,
     EngineOptions,
@@ -22,6 +21,7 @@ from howsmooth.cli.options import (
     what_option,
     where_option,
 )
+from howsmooth.cli.terminal import print_json, progress_line, show, stderr
 from howsmooth.errors import InvalidInput
 
 if TYPE_CHECKING:

@@ -14,8 +14,6 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainin
 from typer import Argument
 
 from howsmooth._util.common import distinct_files, printable
-from howsmooth.cli.console import print_json, print_line, progress_line, show, terminal_json
-from howsmooth.cli.exit_codes import NOT_CONVERGED, USER_ERROR, complain, stored
 from howsmooth.cli.options import (
     AsJson,
     Confidence,
@@ -34,6 +32,17 @@ from howsmooth.cli.options import (
     seed_option,
     what_option,
     where_option,
+)
+from howsmooth.cli.terminal import (
+    NOT_CONVERGED,
+    USER_ERROR,
+    complain,
+    print_json,
+    print_line,
+    progress_line,
+    show,
+    stored,
+    terminal_json,
 )
 from howsmooth.errors import HowsmoothError, InvalidInput
 from howsmooth.scans.shards import parse_shard

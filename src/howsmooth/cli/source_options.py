@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from typer import Argument
 
+from howsmooth._util.common import digest
 from howsmooth._util.validation import check_device, check_memory, check_one_of, shown
 from howsmooth.attention import (
     ALiBi,
@@ -59,6 +60,8 @@ _OF_MODELS = ("source", "layer", "text", "input", "input_name", "seed", "length"
 """Options that a model takes; all others are for weights without one."""
 OVER = "{}: point, around:0.01, around:1% (of the mean token norm), together:0.01, ball:2, sphere:2, norm, norm:NAME."
 """Help of an option ``--over``."""
+OF_THE_INPUT = ("text", "input", "input_name", "length")
+"""Options that do not name a map."""
 _NORM_NAMES = re.compile(r"(norm|\bln)\w*\.weight$", re.IGNORECASE)
 
 
@@ -336,6 +339,26 @@ def positions_name(attention: AttentionMap) -> str:
     names = ["rotary"] if any(isinstance(stage, Rotary) for stage in attention.query_stages) else []
     names += ["ALiBi"] if any(isinstance(term, ALiBi) for term in attention.terms) else []
     return ", ".join(names) or "none"
+
+
+def map_entry(options: MapOptions, attention: AttentionMap) -> dict[str, Any]:
+    """The entry of a witness file about its map: the options that name it, and the hash of its weights."""
+    if options.names_model:
+        options = replace(options, layer=options.layer or 0)
+    named = {name: value for name, value in vars(options).items() if value is not None and name not in OF_THE_INPUT}
+    return named | {"sha256": map_sha256(attention)}
+
+
+def map_sha256(attention: AttentionMap) -> str:
+    """A hash of all weights with names, dtypes and shapes, and of the mask and positions.
+
+    >>> import howsmooth as hs
+    >>> plain, causal = hs.SelfAttention.random(4), hs.SelfAttention.random(4, mask="causal")
+    >>> map_sha256(plain) == map_sha256(hs.SelfAttention.random(4)), map_sha256(plain) == map_sha256(causal)
+    (True, False)
+    """
+    facts = (str(attention), attention.kind, attention.softcap, mask_name(attention), positions_name(attention))
+    return digest(attention.state_dict(), repr(facts).encode())
 
 
 def _from_weights(options: MapOptions) -> MapAtTokens:

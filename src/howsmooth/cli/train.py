@@ -15,8 +15,6 @@ from rich.progress import BarColumn, TimeElapsedColumn
 from rich.table import Table
 from typer import Argument
 
-from howsmooth.cli.console import print_json, progress_line, show, written
-from howsmooth.cli.exit_codes import NOT_CONVERGED, stored
 from howsmooth.cli.options import (
     AsJson,
     Device,
@@ -31,6 +29,7 @@ from howsmooth.cli.options import (
     output_option,
     training_option,
 )
+from howsmooth.cli.terminal import NOT_CONVERGED, print_json, progress_line, show, stored, written
 from howsmooth.errors import InvalidInput
 
 _SAME = "the same command with --resume goes on from there"

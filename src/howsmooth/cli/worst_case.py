@@ -14,8 +14,6 @@ from typing import Annotated, Literal
 import typer
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from howsmooth.cli.console import print_json, progress_line, show, written
-from howsmooth.cli.exit_codes import INTERRUPTED, NOT_CONVERGED
 from howsmooth.cli.options import (
     FOLDER,
     AsJson,
@@ -26,8 +24,8 @@ from howsmooth.cli.options import (
     what_option,
     where_option,
 )
-from howsmooth.cli.replay import map_entry
-from howsmooth.cli.source_options import OVER, MapAtTokens, MapOptions, layer_tokens, norm_image
+from howsmooth.cli.source_options import OVER, MapAtTokens, MapOptions, layer_tokens, map_entry, norm_image
+from howsmooth.cli.terminal import INTERRUPTED, NOT_CONVERGED, print_json, progress_line, show, written
 from howsmooth.errors import InvalidInput
 from howsmooth.scans.scan_grammar import parse_lengths
 from howsmooth.search.sandwich_result import Sandwich
