@@ -211,7 +211,7 @@ class LayeredModel:
         with ExitStack() as stack:
             for path, layer in self._layers.items():
                 if path != chosen:
-                    stack.enter_context(changed(layer, forward=_pass_on))
+                    stack.enter_context(changed(layer, forward=lambda hidden, *args, **kwargs: hidden))
             hook = self._layers[chosen].register_forward_pre_hook(give, with_kwargs=True)
             with temporary_hooks([hook]), self._loaded(chosen):
                 yield
@@ -228,10 +228,6 @@ class _Table(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.rows[ids].float()
-
-
-def _pass_on(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return hidden
 
 
 def _apart(shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -164,7 +164,7 @@ def words(ids: Sequence[int], tokenizer: Any) -> list[str]:
         return [letters.get(i, f"<{i - SPECIAL:02x}>" if i >= SPECIAL else f"<{i}>") for i in ids]
     raw = token_names(tokenizer, list(ids))
     if any("Ġ" in token or "Ċ" in token for token in raw):  # bytes written as letters (GPT-2 and descendants)
-        return token_texts(tokenizer, list(ids))
+        return _read(lambda: [tokenizer.decode([i], clean_up_tokenization_spaces=False) for i in ids])
     return [token.replace("▁", " ") for token in raw]
 
 
@@ -190,11 +190,6 @@ def token_ids(tokenizer: Any, text: str, **options: Any) -> list[int]:
 def token_names(tokenizer: Any, ids: list[int]) -> list[str]:
     """The tokens of ids as the tokenizer writes them."""
     return _read(lambda: [str(token) for token in tokenizer.convert_ids_to_tokens(ids)])
-
-
-def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
-    """The text of every id by itself."""
-    return _read(lambda: [tokenizer.decode([i], clean_up_tokenization_spaces=False) for i in ids])
 
 
 @alone

@@ -65,7 +65,9 @@ def random_model(spec: str, head: bool = False) -> PreTrainedModel:
 
     name, options = parse_random(spec)
     kind = _TYPES.get(name, name)
-    check_free_memory(_numbers(options), "this random model")
+    width = options["width"]
+    layers, tables = options["layers"] * (12 * width**2 + _OBJECTS), (options["length"] + 512) * width
+    check_free_memory(layers + tables, "this random model")
     with _drawing(options["seed"]):
         config = transformers.AutoConfig.for_model(kind, **_configuration(name, options), dtype=torch.float32)
         model = _class(name, head)(config)
@@ -106,12 +108,6 @@ def parse_random(spec: str) -> tuple[str, dict[str, int]]:
             f"a width of {options['width']} does not split into {options['heads']} heads of even width: change one."
         )
     return parsed["name"], options
-
-
-def _numbers(options: dict[str, int]) -> int:
-    """The approximate number of parameters: 12 width² per layer and the tables of words and positions."""
-    width = options["width"]
-    return options["layers"] * (12 * width**2 + _OBJECTS) + (options["length"] + 512) * width
 
 
 def _configuration(name: str, options: dict[str, int]) -> dict[str, Any]:
