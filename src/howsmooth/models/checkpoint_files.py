@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,9 +184,9 @@ def _refuse_integers(tensors: Mapping[str, Tensor]) -> None:
 class WeightMatch:
     """The fit of a file to a model: names without a tensor, tensors without a place, tensors of another shape."""
 
-    missing: frozenset[str]
-    unexpected: frozenset[str]
-    mismatched: frozenset[str]
+    missing: Set[str]
+    unexpected: Set[str]
+    mismatched: Set[str]
 
     def check(self, whole: nn.Module, measured: PreTrainedModel) -> tuple[str, ...]:
         """Refuse weights of another model, set missing unused weights to zero, and return notes for the reader.

@@ -154,8 +154,8 @@ def _from_gguf(path: Path) -> tuple[Any, Any]:
 
 def _match(report: Mapping[str, Any]) -> WeightMatch:
     """The report of transformers on the weights it has loaded."""
-    mismatched = frozenset(each[0] for each in report["mismatched_keys"])
-    return WeightMatch(frozenset(report["missing_keys"]), frozenset(report["unexpected_keys"]), mismatched)
+    mismatched = {each[0] for each in report["mismatched_keys"]}
+    return WeightMatch(set(report["missing_keys"]), set(report["unexpected_keys"]), mismatched)
 
 
 def gguf_precision(path: Path) -> str:
@@ -297,8 +297,7 @@ def _put_in(model: Any, checkpoint: StoredTensors) -> WeightMatch:
     there = {slots[name].data_ptr() for name in fits}
     absent = {name for name, tensor in slots.items() if tensor.numel() and tensor.data_ptr() not in there}
     mismatched = (checkpoint.tensors.keys() & slots.keys()) - fits.keys()
-    strangers = checkpoint.tensors.keys() - slots.keys()
-    return WeightMatch(frozenset(absent - mismatched), frozenset(strangers), frozenset(mismatched))
+    return WeightMatch(absent - mismatched, checkpoint.tensors.keys() - slots.keys(), mismatched)
 
 
 def processor_of(source: str, reads: str, revision: Mapping[str, str] | None = None) -> Any:
