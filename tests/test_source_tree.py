@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from howsmooth.cli.lazy_commands import COMMANDS
+from howsmooth.cli.program import COMMANDS
 from tests import source_tree
 
 PACKAGES = (
@@ -52,7 +52,7 @@ FOREIGN = {
     "_util/common.py: inner.training": "a module is put into evaluation, and restored.",
     "_util/torch_globals.py: loader.cache": "torch.fx keeps every traced source for ever otherwise.",
     "certificates/network/read_check.py: inner.eps": "a copy of the network is compared with another eps.",
-    "cli/exit_codes.py: sys.unraisablehook": "a broken pipe is no traceback, and the hook is restored.",
+    "cli/terminal.py: sys.unraisablehook": "a broken pipe is no traceback, and the hook is restored.",
     "models/forward_pass.py: model.config._attn_implementation": "transformers offers no other switch.",
     "nn/hosting/replacement.py: model.generation_config": "transformers keeps it beside the configuration.",
     "nn/hosting/replacement.py: module.enable_nested_tensor": "the fast path of torch would skip the new layers.",
@@ -90,13 +90,13 @@ def test_no_exception_outlives_its_import() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "import howsmooth.cli.console",
-        "from howsmooth.cli import console",
+        "import howsmooth.cli.terminal",
+        "from howsmooth.cli import terminal",
         "from howsmooth import cli",
-        "from ..cli import console",
-        "def late():\n    from howsmooth.cli.console import out",
-        "if TYPE_CHECKING:\n    from howsmooth.cli.console import out",
-        "import_module('howsmooth.cli.console')",
+        "from ..cli import terminal",
+        "def late():\n    from howsmooth.cli.terminal import out",
+        "if TYPE_CHECKING:\n    from howsmooth.cli.terminal import out",
+        "import_module('howsmooth.cli.terminal')",
         "importlib.import_module('howsmooth.cli')",
     ],
 )

@@ -287,7 +287,7 @@ def test_wrong_requests_are_one_line(layer: Path, tmp_path: Path) -> None:
     assert "picture" in refusal("random", "--figure", tmp_path / "f.docx")
     assert "are for models" in refusal("random", "--layer", 1)
     assert "are for models" in refusal(*here, "--text", tmp_path / "t.txt")
-    assert "--dtype is auto, float64" in refusal("random", "--dtype", "int8")
+    assert "--dtype is auto, float32, float64" in refusal("random", "--dtype", "int8")
     assert "qk_norm is 'rms'" in refusal("random", "--qk-norm", "l3")
     assert "outside the radius" in refusal(*here, "--input", tmp_path / "ones.npy", "--over", "ball:0.1")
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from howsmooth.cli import app, exit_codes, main
-from howsmooth.cli.exit_codes import CODES
+from howsmooth.cli import app, main, terminal
+from howsmooth.cli.terminal import CODES
 from howsmooth.cli.train import described
 from howsmooth.papers.training.run_files import TrainingStatus
 from tests.cli.command import Command
@@ -168,7 +168,7 @@ def test_sigterm_before_any_work_is_one_word(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wait", [0.0, exit_codes._AGAIN])  # on a busy machine that may be over in the hook
+@pytest.mark.parametrize("wait", [0.0, terminal._AGAIN])  # on a busy machine that may be over in the hook
 @pytest.mark.parametrize(
     ("name", "code", "word"),
     [("SIGTERM", 143, "terminated"), ("SIGHUP", 129, "terminal closed"), ("SIGINT", 130, "interrupted")],
@@ -189,7 +189,7 @@ def test_a_stop_during_a_finaliser_is_not_lost(
         return 2**20
 
     hook = sys.unraisablehook
-    monkeypatch.setattr(exit_codes, "_AGAIN", wait)
+    monkeypatch.setattr(terminal, "_AGAIN", wait)
     monkeypatch.setattr(MEASURING, "parse_bytes", work)
     done = MEASURE.run("random", "--length", 4)
     assert (done.exit_code, done.stdout, done.stderr) == (code, "", f"howsmooth: {word}\n")

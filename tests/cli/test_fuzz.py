@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from evidence.fuzz_commands import Case, Playground, draw_case, playground
-from howsmooth.cli.exit_codes import CODES
+from howsmooth.cli.terminal import CODES
 from howsmooth.errors import InvalidInput
 
 SAMPLE = (*range(50, 1500, 60), 376, 455, 196, 399)

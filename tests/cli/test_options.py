@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import howsmooth as hs
 from howsmooth.cli import app
-from howsmooth.cli.lazy_commands import COMMANDS, DETAILS, ENGINE, PANELS
+from howsmooth.cli.program import COMMANDS, DETAILS, ENGINE, PANELS
 
 WITHOUT_VERB = {"demo", "models", "quantize"}
 """A tour of the others, a list, and a second spelling."""

@@ -14,8 +14,7 @@ from typer.main import get_command
 
 import howsmooth as hs
 from howsmooth.cli import app
-from howsmooth.cli.lazy_commands import LazyCommand
-from howsmooth.cli.program import leave_busy_cores
+from howsmooth.cli.program import LazyCommand, leave_busy_cores
 
 ANSWER = """
 import sys

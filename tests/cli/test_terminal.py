@@ -15,8 +15,7 @@ from rich.text import Text
 
 from evidence.scan_faults import TEXT, make_model
 from howsmooth.cli import app
-from howsmooth.cli.console import SafeConsole, terminal_json
-from howsmooth.cli.exit_codes import complain
+from howsmooth.cli.terminal import SafeConsole, complain, terminal_json
 from howsmooth.scans import scan
 from tests.cli.command import Command
 

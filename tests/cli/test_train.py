@@ -15,7 +15,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from howsmooth.cli.exit_codes import OneLineErrors
+from howsmooth.cli.terminal import OneLineErrors
 from howsmooth.cli.train import default_folder, described, train
 from howsmooth.papers.training import Corpus, TrainingSettings
 from howsmooth.papers.training import train as run_training
@@ -27,7 +27,7 @@ app.callback()(lambda: None)
 TINY = ("--width", 8, "--heads", 2, "--length", 8, "--batch-tokens", 32, "--steps", 6, "--warmup", 1)
 PROGRAM = """
 import typer
-from howsmooth.cli.exit_codes import OneLineErrors
+from howsmooth.cli.terminal import OneLineErrors
 from howsmooth.cli.train import train
 app = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False)
 app.command()(train)

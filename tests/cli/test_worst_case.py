@@ -22,8 +22,8 @@ from typer.testing import CliRunner, Result
 
 import howsmooth as hs
 from howsmooth.cli.bounds import bounds
-from howsmooth.cli.exit_codes import OneLineErrors
 from howsmooth.cli.measure import measure
+from howsmooth.cli.terminal import OneLineErrors
 from howsmooth.cli.worst_case import worst_case
 from howsmooth.search.sandwich_search import sandwich
 from howsmooth.search.witness import Witness
@@ -408,7 +408,7 @@ def test_help_has_examples_and_every_option_of_the_map() -> None:
 _SCRIPT = """
 import glob, os, signal, threading, time
 import typer
-from howsmooth.cli.exit_codes import OneLineErrors
+from howsmooth.cli.terminal import OneLineErrors
 from howsmooth.cli.worst_case import worst_case
 app = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False)
 app.callback()(lambda: None)

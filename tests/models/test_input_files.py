@@ -11,7 +11,7 @@ import pytest
 import howsmooth as hs
 from howsmooth.errors import InvalidInput
 from howsmooth.models import open_model
-from howsmooth.models.input_files import LARGEST_TEXT, read_input
+from howsmooth.models.model_inputs import LARGEST_TEXT, read_input
 
 MODEL = "random:bert[layers=1,width=16]"
 

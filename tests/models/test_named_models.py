@@ -42,7 +42,7 @@ def test_minilm_is_loaded_quietly_and_whole(capfd: pytest.CaptureFixture[str]) -
     assert (model.config.model_type, model.config.num_hidden_layers, model.config.hidden_size) == ("bert", 6, 384)
     assert not model.training
     assert tokenizer.tokenize("Alice was beginning") == ["alice", "was", "beginning"]
-    stored = load_file(NAMED["minilm"].locate("minilm") / "model.safetensors")
+    stored = load_file(NAMED["minilm"].locate() / "model.safetensors")
     loaded = model.state_dict()
     assert len(stored) > 100
     assert all(torch.equal(loaded[name], tensor) for name, tensor in stored.items() if name in loaded)

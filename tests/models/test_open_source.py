@@ -19,9 +19,8 @@ from scipy.io import wavfile
 import howsmooth as hs
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models import NAMED, alice, capture, open_model
-from howsmooth.models.media import read_wav
+from howsmooth.models.model_inputs import read_wav, spread_starts, words
 from howsmooth.models.module_names import RANDOM_NAMES
-from howsmooth.models.text_windows import spread_starts, words
 from tests.models.tiny import TINY
 
 smollm2_needed = pytest.mark.skipif(
@@ -169,7 +168,7 @@ def test_tokens_of_bytes_are_readable() -> None:
 @pytest.mark.slow
 def test_precision_of_a_gguf_file_is_read_from_it() -> None:
     named = NAMED["smollm2"]
-    opened = open_model(str(named.locate("smollm2") / named.weights))
+    opened = open_model(str(named.locate() / named.weights))
     assert opened.precision == named.precision
 
 

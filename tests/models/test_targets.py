@@ -12,8 +12,8 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models import OpenModel, Targets, Window, open_model, target
+from howsmooth.models.attention_reader import random_inputs
 from howsmooth.models.module_names import RANDOM_NAMES
-from howsmooth.models.self_check import random_inputs
 from howsmooth.testing import dense_jacobian
 from tests.models.test_captured_sites import other_model
 

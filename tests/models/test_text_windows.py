@@ -12,7 +12,7 @@ import pytest
 from evidence.scan_faults import make_model
 from howsmooth.errors import InvalidInput
 from howsmooth.models import open_model
-from howsmooth.models.text_windows import Panic, token_ids, without_panic
+from howsmooth.models.model_inputs import Panic, token_ids, without_panic
 from tests.cli.command import Command
 
 ENDLESS = {"type": "Split", "pattern": {"Regex": "(w+w+)+$"}, "behavior": "Isolated", "invert": False}

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import BertModel
 
 from howsmooth.errors import InvalidInput
-from howsmooth.models.input_files import read_input
+from howsmooth.models.model_inputs import read_input
 from howsmooth.scans import Scan, StoreError, scan
 from howsmooth.scans.scan_options import ScanProgress
 from howsmooth.testing import dense_jacobian

@@ -163,7 +163,7 @@ def test_near_a_text_both_ends_enclose_what_random_neighbours_have() -> None:
 
 @pytest.mark.slow
 def test_a_sequence_rougher_than_the_text_is_found() -> None:
-    if not NAMED["minilm"].available("minilm"):
+    if not NAMED["minilm"].available():
         pytest.skip("needs all-MiniLM-L6-v2")
     found = real.worst_sequence(open_model("minilm"), starts=0, steps=1)
     assert found.witness.value > 1.05 * found.text

@@ -16,11 +16,9 @@ from torch import Tensor
 
 from howsmooth.bounds.bound_table import BoundRow, Table, table, with_witness
 from howsmooth.bounds.catalogue import SCOPES
-from howsmooth.cli.console import print_json, print_line, show, step_progress
-from howsmooth.cli.exit_codes import NOT_CONVERGED
 from howsmooth.cli.options import AsJson, Figure, command, output_option, what_option, where_option
-from howsmooth.cli.set_options import OVER, norm_image
-from howsmooth.cli.source_options import AttentionOptions, MapAtTokens, Request
+from howsmooth.cli.source_options import OVER, MapAtTokens, MapOptions, norm_image
+from howsmooth.cli.terminal import NOT_CONVERGED, print_json, print_line, show, step_progress
 from howsmooth.errors import InvalidInput
 from howsmooth.scans.scan_grammar import parse_lengths
 from howsmooth.sets import Around, InputSet, Point, SetText, Tokens
@@ -35,16 +33,15 @@ _NOTHING_BEYOND = {
 
 @command
 def bounds(
-    request: Request,
-    settings: AttentionOptions,
-    over: Annotated[str, where_option(help=OVER.format("The set of inputs"))] = "point",
-    per_head: Annotated[bool, what_option("--per-head", help="Bound every head by itself.")] = False,
+    options: MapOptions,
+    over: Annotated[str, where_option(OVER.format("The set of inputs"))] = "point",
+    per_head: Annotated[bool, what_option("Bound every head by itself.", "--per-head")] = False,
     refused: Annotated[
-        bool, output_option("--refused", help="Also list the bounds that do not apply, with the reason.")
+        bool, output_option("Also list the bounds that do not apply, with the reason.", "--refused")
     ] = False,
     figure: Figure = None,
     as_json: AsJson = False,
-    latex: Annotated[bool, output_option("--latex", help="Print a LaTeX table (booktabs).")] = False,
+    latex: Annotated[bool, output_option("Print a LaTeX table (booktabs).", "--latex")] = False,
 ) -> None:
     """Bound the Lipschitz constant of an attention block by every theorem that applies.
 
@@ -62,18 +59,18 @@ def bounds(
     named = SetText.parse(over)
     if len(named.sizes) > 1:
         raise InvalidInput(f"bounds are for one set at a time: give one size in --over, got {over!r}.")
-    lengths = _numbers(settings.length)
-    on_set = not named.near_input and request.input is None and not request.names_model
-    inputs_needed = not on_set and request.input is None
-    settings = replace(settings, length=str(_whole(lengths[-1])) if lengths and inputs_needed else None)
+    lengths = _numbers(options.length)
+    on_set = not named.near_input and options.input is None and not options.names_model
+    inputs_needed = not on_set and options.input is None
+    options = replace(options, length=str(_whole(lengths[-1])) if lengths and inputs_needed else None)
     tables: list[Table] = []
     with step_progress(1 + max(1, len(lengths)) + (figure is not None)) as begin:
         begin("opening the map")
-        site = request.open(settings)
+        site = options.open()
         x = None if on_set else site.one_input
         lengths = lengths or [site.x.shape[-2]]
         inputs = {} if x is None else {count: _first(site, _whole(count)) for count in lengths}
-        region, seed = _region(site, request, named, [] if x is None else [x, *inputs.values()]), site.seeds["solver"]
+        region, seed = _region(site, named, [] if x is None else [x, *inputs.values()]), site.seeds["solver"]
         for count in lengths:
             begin(f"bounds for n = {count:.12g}")
             near = region if x is None else _at(named, inputs[count], x, region)
@@ -106,10 +103,10 @@ def bounds(
         raise typer.Exit(NOT_CONVERGED)
 
 
-def _region(site: MapAtTokens, request: Request, named: SetText, inputs: Sequence[Tensor]) -> InputSet:
+def _region(site: MapAtTokens, named: SetText, inputs: Sequence[Tensor]) -> InputSet:
     """The set of --over; for one about an input the set of all its tokens, the same for every n."""
     if not named.near_input:
-        return named.sets(norm=norm_image(site, request, named))[0]
+        return named.sets(norm=norm_image(site, named))[0]
     every = torch.cat([x.flatten(0, -2) for x in inputs])
     return Around(every, named.absolute(inputs[0])[0]) if named.sizes else Tokens(every)
 

@@ -19,9 +19,9 @@ from howsmooth.certificates.ball.block_ball import expected_change_seconds
 from howsmooth.certificates.ball.on_ball import ladder, ladder_radii
 from howsmooth.certificates.certify_any import certify_patches, certify_tokens
 from howsmooth.certificates.point.enclosure import expected_block_seconds, expected_seconds
-from howsmooth.cli.console import print_json, show, stderr, step_progress, written
 from howsmooth.cli.options import AsJson, Report, Resume, command, exact_option, out_option, what_option, where_option
-from howsmooth.cli.source_options import AttentionOptions, MapAtTokens, Request, kinds_of_map
+from howsmooth.cli.source_options import MapAtTokens, MapOptions, kinds_of_map
+from howsmooth.cli.terminal import print_json, show, stderr, step_progress, written
 from howsmooth.errors import InvalidInput
 from howsmooth.models.weight_files import read_tensors
 from howsmooth.reports.sections import check_section_path, write_certificates
@@ -35,22 +35,17 @@ _LONG = 10.0
 
 @command
 def certify(
-    request: Request,
-    settings: AttentionOptions,
-    what: Annotated[str, what_option(help="attention (the block), head or both.")] = "attention,head",
-    over: Annotated[str, where_option(help="The set: point, around:0.01, around:1% or together:0.01.")] = "point",
+    options: MapOptions,
+    what: Annotated[str, what_option("attention (the block), head or both.")] = "attention,head",
+    over: Annotated[str, where_option("The set: point, around:0.01, around:1% or together:0.01.")] = "point",
     images: Annotated[
         Path | None,
-        what_option(
-            help="File with tensors images (bytes, or numbers from 0 to 1) and labels: SOURCE is a classifier."
-        ),
+        what_option("File with tensors images (bytes, or numbers from 0 to 1) and labels: SOURCE is a classifier."),
     ] = None,
-    count: Annotated[int | None, what_option(min=1, help="Only the first images of the file.")] = None,
-    norm: Annotated[
-        Literal["2", "1", "inf"], what_option("--distance", help="Norm of the distance between images.")
-    ] = "2",
-    attack: Annotated[bool, exact_option("--attack/--no-attack", help="Search for a nearer image (norm 2).")] = True,
-    out: Annotated[Path | None, out_option(help="Ledger of finished images (none).")] = None,
+    count: Annotated[int | None, what_option("Only the first images of the file.", min=1)] = None,
+    norm: Annotated[Literal["2", "1", "inf"], what_option("Norm of the distance between images.", "--distance")] = "2",
+    attack: Annotated[bool, exact_option("Search for a nearer image (norm 2).")] = True,
+    out: Annotated[Path | None, out_option("Ledger of finished images (none).")] = None,
     resume: Resume = True,
     report: Report = None,
     as_json: AsJson = False,
@@ -73,10 +68,10 @@ def certify(
             raise InvalidInput("--report is about the heads of an attention map: leave out --images.")
         check_section_path(report)
     if images is not None:
-        distinct_files(read=[("SOURCE", request.source), ("--images", images)], written=[("--out", out)])
-        run = _ledger_key(request, settings, images, norm, attack and norm == "2")
+        distinct_files(read=[("SOURCE", options.source), ("--images", images)], written=[("--out", out)])
+        run = _ledger_key(options, images, norm, attack and norm == "2")
         with Ledger.writing(out, run, resume) as ledger:
-            rows = _images(request, settings, images, count, run, ledger)
+            rows = _images(options, images, count, run, ledger)
         _print_images(rows, as_json)
         return
     if count is not None or out is not None:
@@ -85,7 +80,7 @@ def certify(
     named = SetText.parse(over)
     if not named.near_input or len(named.sizes) > 1:
         raise InvalidInput(f"certify takes point, or one distance from the input such as around:0.01, got {over!r}.")
-    site = request.open(settings)
+    site = options.open()
     if site.x.dim() != 2:
         raise InvalidInput("one input is certified at a time: give --input of shape (n, d).")
     names = kinds_of_map(what)
@@ -138,17 +133,17 @@ def _report(site: MapAtTokens, radius: float, path: Path) -> None:
     write_certificates(found, path, str(site.describe()["source"]), site.in_words())
 
 
-def _ledger_key(request: Request, settings: AttentionOptions, images: Path, norm: str, attack: bool) -> dict[str, Any]:
+def _ledger_key(options: MapOptions, images: Path, norm: str, attack: bool) -> dict[str, Any]:
     """Everything that decides the proved radii of the images in a file."""
-    files = {"network": file_digest(Path(request.source)), "images": file_digest(images)}
-    return files | {"norm": norm, "attack": attack, "heads": settings.heads, "howsmooth": __version__}
+    files = {"network": file_digest(Path(options.source)), "images": file_digest(images)}
+    return files | {"norm": norm, "attack": attack, "heads": options.heads, "howsmooth": __version__}
 
 
 def _images(
-    request: Request, settings: AttentionOptions, path: Path, count: int | None, run: dict[str, Any], ledger: Ledger
+    options: MapOptions, path: Path, count: int | None, run: dict[str, Any], ledger: Ledger
 ) -> list[dict[str, Any]]:
-    device = check_device(settings.device or "cpu")
-    net = PatchTransformer.open(request.source, heads=settings.heads).double().to(device)
+    device = check_device(options.device or "cpu")
+    net = PatchTransformer.open(options.source, heads=options.heads).double().to(device)
     pictures, labels = (tensor.to(device) for tensor in _pictures(path, count))
     folded, patches = net.folded(), net.patches(pictures)
     with torch.no_grad():

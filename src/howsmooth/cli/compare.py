@@ -11,8 +11,6 @@ from rich.table import Table
 from typer import Argument
 
 from howsmooth._util.common import distinct_files
-from howsmooth.cli.console import print_json, show, step_progress
-from howsmooth.cli.exit_codes import BEYOND
 from howsmooth.cli.options import (
     AsJson,
     Device,
@@ -27,6 +25,7 @@ from howsmooth.cli.options import (
     what_option,
     where_option,
 )
+from howsmooth.cli.terminal import BEYOND, print_json, show, step_progress
 from howsmooth.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -43,14 +42,14 @@ def compare(
         Argument(help="Two or more: stores of `howsmooth scan`, models, or a folder of checkpoints."),
     ],
     text: Text = None,
-    length: Annotated[str, length_option(help="Tokens per window for models.")] = "64",
-    windows: Annotated[int, where_option(min=1, help="Windows of each length for models.")] = 1,
-    what: Annotated[str, what_option(help="Kinds of maps of models, as in scan.")] = "head",
+    length: Annotated[str, length_option("Tokens per window for models.")] = "64",
+    windows: Annotated[int, where_option("Windows of each length for models.", min=1)] = 1,
+    what: Annotated[str, what_option("Kinds of maps of models, as in scan.")] = "head",
     seed: Seed = 0,
     device: Device = None,
     dtype: Dtype = None,
     limit: Annotated[
-        float | None, output_option(help="Exit with 3 if a map is certainly more than this many times rougher.")
+        float | None, output_option("Exit with 3 if a map is certainly more than this many times rougher.")
     ] = None,
     report: Report = None,
     figure: Figure = None,

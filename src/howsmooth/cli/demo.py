@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from howsmooth.cli.console import print_json, show
-from howsmooth.cli.exit_codes import NOT_CONVERGED, complain
 from howsmooth.cli.options import FOLDER, AsJson, Device, Resume, command, length_option, out_option, what_option
 from howsmooth.cli.report import facts
 from howsmooth.cli.scan import storing
+from howsmooth.cli.terminal import NOT_CONVERGED, complain, print_json, show
 from howsmooth.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -28,9 +27,9 @@ WHOLE = "layer[lengths={0}],model[lengths={0}]"
 
 @command
 def demo(
-    models: Annotated[str, what_option(help="minilm, smollm2 or both.")] = "minilm,smollm2",
-    length: Annotated[str | None, length_option(help="Tokens per window, for example 16,64 (each its own).")] = None,
-    out: Annotated[Path, out_option(help="Folder for the store and the report; made if missing.")] = FOLDER,
+    models: Annotated[str, what_option("minilm, smollm2 or both.")] = "minilm,smollm2",
+    length: Annotated[str | None, length_option("Tokens per window, for example 16,64 (each its own).")] = None,
+    out: Annotated[Path, out_option("Folder for the store and the report; made if missing.")] = FOLDER,
     resume: Resume = True,
     device: Device = None,
     as_json: AsJson = False,

@@ -1,36 +1,52 @@
-"""`howsmooth measure`: one attention block and its heads."""
+"""`howsmooth measure`: one attention block and its heads, at an input or at the stored witness of a search."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import numpy as np
 import typer
 from rich.table import Column, Table
 from torch import Tensor
 
-from howsmooth.cli.console import lower_bound, parse_bytes, print_json, show, solver_progress, upper_bound, written
-from howsmooth.cli.exit_codes import NOT_CONVERGED
+from howsmooth._util.common import printable
+from howsmooth._util.validation import check_count, check_seed, fits
 from howsmooth.cli.options import AsJson, Confidence, Figure, Rtol, command, engine_option, what_option, where_option
-from howsmooth.cli.replay import Replay
-from howsmooth.cli.source_options import AttentionOptions, MapAtTokens, Request, kinds_of_map
+from howsmooth.cli.source_options import OF_THE_INPUT, MapAtTokens, MapOptions, kinds_of_map, map_sha256, random_options
+from howsmooth.cli.terminal import (
+    NOT_CONVERGED,
+    lower_bound,
+    parse_bytes,
+    print_json,
+    show,
+    solver_progress,
+    upper_bound,
+    written,
+)
 from howsmooth.errors import InvalidInput
 from howsmooth.norms import Measurement
 from howsmooth.norms.local_constant import Explanation, explain, measure_heads, token_influence
 from howsmooth.norms.local_constant import measure as measure_block
+from howsmooth.search.ascent import norm_at
+from howsmooth.search.witness import Witness
 
 _NORMS: dict[str, float | str] = {"2": 2, "inf": math.inf, "1": 1, "fro": "fro", "token": "token"}
 _SYMBOLS = {"2": "‖J‖₂", "inf": "‖J‖_∞", "1": "‖J‖₁", "fro": "‖J‖_F", "token": "‖J‖_token"}
+_ACCURACY = 1e-3
+"""Of a measurement, by which it may lie below what an unfinished search knew."""
+_SAME = 1e-9
+"""Relative difference that rounding can make between two machines, far below what other weights make."""
 _TOP_TOKENS = 3
 _MAP_TOKENS = 256
 """More tokens are drawn by their energies: n × n blocks would take long."""
-_WHAT_RELATIVE_IS = (
+_RELATIVE = (
     "relative: {norm}·|X|/|f(X)|, by what share of itself the output can move when the input moves by a small share of "
     "itself; it compares layers and models, {norm} alone compares inputs, lengths and heads of one layer."
 )
-_WHAT_PATHS_ARE = (
+_PATHS = (
     "value path, score path: ‖J‖₂ of each part of the Jacobian by itself, each in its own worst direction; they may "
     "cancel, so neither they nor their sum is ‖J‖₂. value share: the part of ‖J‖₂ that goes through the values in the "
     "worst direction of the whole; the rest goes through the scores."
@@ -39,25 +55,24 @@ _WHAT_PATHS_ARE = (
 
 @command
 def measure(
-    request: Request,
-    settings: AttentionOptions,
+    options: MapOptions,
     witness: Annotated[
-        Path | None, where_option(help="The input in this file of `howsmooth worst-case`, on its map.")
+        Path | None, where_option("The input in this file of `howsmooth worst-case`, on its map.")
     ] = None,
     what: Annotated[
-        str | None, what_option(help="attention (the block), head or both (both, or the map of the witness).")
+        str | None, what_option("attention (the block), head or both (both, or the map of the witness).")
     ] = None,
     norm: Annotated[
         Literal["2", "inf", "1", "fro", "token"] | None,
-        what_option(help="Norm of the Jacobian (2, or that of the witness)."),
+        what_option("Norm of the Jacobian (2, or that of the witness)."),
     ] = None,
-    k: Annotated[int, what_option("-k", min=1, help="Number of singular values (norm 2).")] = 1,
+    k: Annotated[int, what_option("Number of singular values (norm 2).", "-k", min=1)] = 1,
     explained: Annotated[
-        bool, what_option("--explain/--no-explain", help="Also value and score path, sink, top tokens (norm 2).")
+        bool, what_option("Also value and score path, sink, top tokens (norm 2).", "--explain/--no-explain")
     ] = False,
     rtol: Rtol = 1e-3,
     confidence: Confidence = 0.99,
-    memory: Annotated[str, engine_option(help="Memory for attention weights between products.")] = "512MiB",
+    memory: Annotated[str, engine_option("Memory for attention weights between products.")] = "512MiB",
     figure: Figure = None,
     as_json: AsJson = False,
 ) -> None:
@@ -75,13 +90,13 @@ def measure(
       howsmooth measure minilm --witness howsmooth-output/worst-minilm-4c1f0e-n16-LayerNorm.safetensors
     """
     size = parse_bytes(memory)
-    replay = None if witness is None else Replay.open(witness, request, settings)
+    replay = None if witness is None else Replay.open(witness, options)
     whole = "attention,head" if replay is None else "attention" if replay.witness.head is None else "head"
     maps = kinds_of_map(what or whole)
     norm = norm or ("inf" if replay is not None and replay.witness.norm == math.inf else "2")
     if explained and norm != "2":
         raise InvalidInput(f"--explain splits the 2-norm: leave out --norm {norm}.")
-    site = request.open(settings) if replay is None else replay.site
+    site = options.open() if replay is None else replay.site
     if figure is not None:
         _check_drawable(site, maps, norm)
     measured: dict[str, Measurement] = {}
@@ -132,14 +147,14 @@ def _print(
     show(table)
     if several:
         show("next σ: the next singular values (estimates).")
-    show(_WHAT_RELATIVE_IS.format(norm=_SYMBOLS[norm]))
+    show(_RELATIVE.format(norm=_SYMBOLS[norm]))
     if any(m.value.numel() > 1 for m in measured.values()):
         show("″ solved together with the map above; each upper bound holds with its probability by itself.")
     for note in dict.fromkeys([*site.notes, *(note for m in measured.values() for note in m.notes)]):
         show(f"note: {note}")
     if stories:
         show(_explanations(stories))
-        show(_WHAT_PATHS_ARE)
+        show(_PATHS)
     if figure is not None:
         show(f"figure: {figure}")
 
@@ -230,3 +245,112 @@ def _draw(site: MapAtTokens, measured: dict[str, Measurement], path: Path, symbo
         came, went = _energies(m, site.attention.heads, head)
         token_energies(came, went, title=f"Head {head}: where the worst perturbation sits and shows", ax=right)
     save_figure(figure, path)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A stored witness and the map it was found for.
+
+    Attributes:
+        file: where it is stored.
+        witness: as stored.
+        site: its map and its tokens.
+        again: the norm of the Jacobian there, measured now in the same way.
+        moved: the SOURCE that the file names, where the command names another one.
+    """
+
+    file: Path
+    witness: Witness
+    site: MapAtTokens
+    again: float
+    moved: str | None = None
+
+    @classmethod
+    def open(cls, file: Path, options: MapOptions) -> Replay:
+        """The witness of a file, with the map that the command names.
+
+        A file may come from anywhere, so that it opens nothing by itself: a model, a folder or a weights file must be
+        named by the command too. Random weights are drawn as the file states. When both name the same SOURCE and the
+        command has no other option, the options are those of the file. Refuses a map with other weights than those
+        of the witness.
+        """
+        if any(getattr(options, name) is not None for name in ("input", "text", "length")):
+            raise InvalidInput("--witness holds the tokens: leave out --input, --text and --length.")
+        witness = Witness.load(file)
+        recalled = _stored_options(witness.source, file) if witness.source else None
+        options = _chosen(options, recalled, witness, file)
+        site = replace(options, length=None if options.names_model else "1").open()
+        moved = None if recalled is None or recalled.source == options.source else printable(recalled.source)
+        stored = witness.source.get("sha256")
+        if stored is not None and map_sha256(site.attention) != stored:
+            other = "" if moved is None else f" (it names {moved})"
+            raise InvalidInput(
+                f"{file} was found for other weights, masks or positions than those of {site.source}{other}: name the "
+                "map it belongs to, with the options it had."
+            )
+        if witness.x.shape[-1] != site.attention.in_features:
+            raise InvalidInput(
+                f"{file} holds tokens of width {witness.x.shape[-1]}, but {site.source} takes "
+                f"{site.attention.in_features}: name the map it belongs to."
+            )
+        alone = site.attention if witness.head is None else site.attention.head(witness.head)
+        again = float(norm_at(alone, witness.x, witness.norm))
+        same = math.isclose(again, witness.value, rel_tol=_SAME)
+        if not same and not (_unfinished(witness) and again > witness.value * (1 - _ACCURACY)):
+            raise InvalidInput(
+                f"{file} says {witness.value:.9g}, but {site.source} gives {again:.9g} at its input: name the map it "
+                "belongs to, with the options it had."
+            )
+        return cls(file, witness, replace(site, x=witness.x, tokens=f"the witness {file}"), again, moved)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain Python for JSON."""
+        norm = "inf" if math.isinf(self.witness.norm) else 2
+        facts = {"file": self.file, "norm": norm, "head": self.witness.head, "over": self.witness.over}
+        return facts | {"stored": self.witness.value, "value": self.again}
+
+    def in_words(self) -> str:
+        """The stored and the new value in one line."""
+        which = "the block" if self.witness.head is None else f"head {self.witness.head}"
+        same, more = "the same as stored ({:.9g})", "at least {:.9g}, which the search knew"
+        how = (more if _unfinished(self.witness) else same).format(self.witness.value)
+        other = "" if self.moved is None else f"; the file names {self.moved}, of the same weights"
+        return f"witness: {self.again:.9g} for {which}, {how}{other}"
+
+
+def _unfinished(witness: Witness) -> bool:
+    """Whether the search was killed, or interrupted twice: its value is then the lower bound it had until then."""
+    return not bool(witness.measurement.converged.all())
+
+
+def _chosen(options: MapOptions, recalled: MapOptions | None, witness: Witness, file: Path) -> MapOptions:
+    """The map to open: that of the command; that of the file if the command confirms it or nothing is opened."""
+    if options != MapOptions():
+        only_named = options == MapOptions(options.source)
+        return recalled if recalled is not None and only_named and recalled.source == options.source else options
+    if recalled is None:
+        raise InvalidInput(f"{file} does not say which map it belongs to: name the weights before --witness.")
+    drawn = random_options(recalled)
+    if drawn is None:
+        name = printable(recalled.source)
+        raise InvalidInput(
+            f"{file} names {name} as its map, and a file alone opens nothing: name it yourself, "
+            f"as in howsmooth measure {name} --witness {file}."
+        )
+    if drawn.width != witness.x.shape[-1]:
+        raise InvalidInput(f"{file} names a map of width {drawn.width} for tokens of width {witness.x.shape[-1]}.")
+    return recalled
+
+
+def _stored_options(source: dict[str, Any], file: Path) -> MapOptions:
+    """The options that were written beside the witness, each of its kind."""
+    kinds = {name: kind for name, kind in get_type_hints(MapOptions).items() if name not in OF_THE_INPUT}
+    named = {name: value for name, value in source.items() if name != "sha256"}
+    known = all(name in kinds and fits(value, kinds[name]) for name, value in named.items())
+    if not known or "source" not in source or not isinstance(source.get("sha256", ""), str):
+        raise InvalidInput(f"{file} names its map in a way that is not known here: name the weights before --witness.")
+    check_seed(named.get("seed", 0))
+    for name in ("width", "heads", "kv_heads", "window"):
+        if name in named:
+            check_count(named[name], name)
+    return MapOptions(**named)

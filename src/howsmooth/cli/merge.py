@@ -7,15 +7,15 @@ from typing import Annotated
 
 from typer import Argument
 
-from howsmooth.cli.console import print_json, print_line
 from howsmooth.cli.options import AsJson, command, out_option, output_option
+from howsmooth.cli.terminal import print_json, print_line
 
 
 @command
 def merge(
     stores: Annotated[list[Path], Argument(help="The stores to join; they stay as they are.")],
-    out: Annotated[Path, out_option(help="The store to write, which must not be there.")],
-    partial: Annotated[bool, output_option("--partial", help="Also if shards are missing or unfinished.")] = False,
+    out: Annotated[Path, out_option("The store to write, which must not be there.")],
+    partial: Annotated[bool, output_option("Also if shards are missing or unfinished.", "--partial")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Join stores that `howsmooth scan` wrote into a new one.

@@ -6,10 +6,12 @@ from typing import Any
 
 from rich.table import Table
 
-from howsmooth.cli.console import print_json, show
 from howsmooth.cli.options import AsJson, command
+from howsmooth.cli.terminal import print_json, show
 from howsmooth.models import MODEL_TYPES, NAMED
 from howsmooth.models.module_names import RANDOM_NAMES
+
+_FACTS = ("name", "description", "precision", "licence", "install", "sha256")
 
 
 @command
@@ -19,17 +21,8 @@ def models(as_json: AsJson = False) -> None:
     Example: howsmooth models
     """
     rows: list[dict[str, Any]] = [
-        {
-            "name": name,
-            "description": model.description,
-            "precision": model.precision,
-            "bytes": model.size,
-            "licence": model.licence,
-            "installed": model.available(name),
-            "install": model.install,
-            "sha256": model.sha256,
-        }
-        for name, model in NAMED.items()
+        {fact: getattr(model, fact) for fact in _FACTS} | {"bytes": model.size, "installed": model.available()}
+        for model in NAMED.values()
     ]
     if as_json:
         print_json({"models": rows, "random": list(RANDOM_NAMES), "architectures": list(MODEL_TYPES)})

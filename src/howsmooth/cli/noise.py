@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from howsmooth.cli.console import print_json, right_table, show, step_progress, written
 from howsmooth.cli.options import AsJson, Device, Seed, Text, command, length_option, one_length, what_option
+from howsmooth.cli.terminal import print_json, right_table, show, step_progress, written
 from howsmooth.models import open_model
-from howsmooth.models.input_files import read_text
+from howsmooth.models.model_inputs import read_text
 from howsmooth.rounding.activation_noise import ActivationNoise
 from howsmooth.rounding.activation_noise import noise as run
 
@@ -18,9 +18,9 @@ from howsmooth.rounding.activation_noise import noise as run
 @command
 def noise(
     model: Annotated[str, typer.Argument(help="A named model (smollm2), a folder, a hub id, or random:KIND.")],
-    precision: Annotated[str, what_option(help="Low precision: bf16 or fp16.")] = "bf16",
+    precision: Annotated[str, what_option("Low precision: bf16 or fp16.")] = "bf16",
     text: Text = None,
-    length: Annotated[str, length_option(help="Tokens of the window.")] = "64",
+    length: Annotated[str, length_option("Tokens of the window.")] = "64",
     seed: Seed = 0,
     device: Device = None,
     as_json: AsJson = False,

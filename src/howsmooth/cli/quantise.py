@@ -9,8 +9,6 @@ import typer
 from rich.table import Table
 
 from howsmooth._util.common import distinct_files, printable, write_whole
-from howsmooth.cli.console import print_json, right_table, show, step_progress, written
-from howsmooth.cli.exit_codes import complain, stored
 from howsmooth.cli.options import (
     AsJson,
     Device,
@@ -30,8 +28,9 @@ from howsmooth.cli.options import (
     what_option,
     where_option,
 )
+from howsmooth.cli.terminal import complain, print_json, right_table, show, step_progress, stored, written
 from howsmooth.errors import InvalidInput
-from howsmooth.models.input_files import read_text
+from howsmooth.models.model_inputs import read_text
 from howsmooth.reports.sections import check_section_path, write_rounding
 from howsmooth.rounding.allocation import Allocation
 from howsmooth.rounding.engine_exports import EXPORTS, check_engine
@@ -43,31 +42,25 @@ from howsmooth.rounding.quantisation import quantise as run
 @command
 def quantise(
     model: Annotated[str, typer.Argument(help="A named model (smollm2), a folder, a hub id, or random:KIND.")],
-    formats: Annotated[
-        str, what_option(help="Between commas: int8, int4\\[per=channel], fp8_e4m3, nvfp4, …")
-    ] = "int8,int4",
-    budget: Annotated[float | None, what_option(help="Bits per cached number, scales included.")] = None,
+    formats: Annotated[str, what_option("Between commas: int8, int4\\[per=channel], fp8_e4m3, nvfp4, …")] = "int8,int4",
+    budget: Annotated[float | None, what_option("Bits per cached number, scales included.")] = None,
     per: Annotated[
         Literal["model", "layer", "part", "head"],
-        what_option(help="Unit with a format of its own; model: one for keys, one for values."),
+        what_option("Unit with a format of its own; model: one for keys, one for values."),
     ] = "part",
     text: Text = None,
-    length: Annotated[str, length_option(help="Tokens per window.")] = "128",
-    windows: Annotated[
-        int, where_option(min=1, help="Windows to predict on; a budget is checked on as many others.")
-    ] = 4,
-    samples: Annotated[int, exact_option(min=2, help="Backward passes per window.")] = 24,
+    length: Annotated[str, length_option("Tokens per window.")] = "128",
+    windows: Annotated[int, where_option("Windows to predict on; a budget is checked on as many others.", min=1)] = 4,
+    samples: Annotated[int, exact_option("Backward passes per window.", min=2)] = 24,
     seed: Seed = 0,
     device: Device = None,
     dtype: Dtype = None,
-    out: Annotated[Path | None, out_option(help="Ledger (howsmooth-output/quantise-MODEL.sqlite).")] = None,
+    out: Annotated[Path | None, out_option("Ledger (howsmooth-output/quantise-MODEL.sqlite).")] = None,
     resume: Resume = True,
     syntax: Annotated[
-        str | None, output_option("--for", help="Write the choice for vllm, modelopt, llama.cpp or as json.")
+        str | None, output_option("Write the choice for vllm, modelopt, llama.cpp or as json.", "--for")
     ] = None,
-    export: Annotated[
-        Path | None, output_option(help="File of that choice (howsmooth-output/kv-MODEL.ENGINE).")
-    ] = None,
+    export: Annotated[Path | None, output_option("File of that choice (howsmooth-output/kv-MODEL.ENGINE).")] = None,
     figure: Figure = None,
     report: Report = None,
     as_json: AsJson = False,
@@ -100,7 +93,7 @@ def quantise(
     distinct_files(read=[("--text", text)], written=files)
     words = None if text is None else read_text(text)
     with (
-        stored(lambda: f"windows that were done are stored in {out}; the same command resumes"),
+        stored(lambda stopped: f"windows that were done are stored in {out}; the same command resumes"),
         step_progress(windows + (windows if budget is not None else 0) + 1) as begin,
     ):
         begin("opening the model")

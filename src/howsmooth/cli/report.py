@@ -10,8 +10,8 @@ import typer
 from typer import Argument
 
 from howsmooth._util.common import FORMATS, distinct_files, same_file
-from howsmooth.cli.console import print_json, show, step_progress
 from howsmooth.cli.options import AsJson, command, out_option, output_option
+from howsmooth.cli.terminal import print_json, show, step_progress
 from howsmooth.errors import InvalidInput
 from howsmooth.reports import group_headline, groups, summary
 from howsmooth.reports.page import check_formats, check_report_path
@@ -25,14 +25,14 @@ _ALL = ",".join(suffix.removeprefix(".") for suffix in FORMATS)
 @command
 def report(
     store: Annotated[Path, Argument(help="The store that `howsmooth scan` wrote.")],
-    out: Annotated[Path | None, out_option(help="The page to write; by default beside the store, as .html.")] = None,
-    figures: Annotated[Path | None, output_option(help="Also write figures into this folder; made if missing.")] = None,
-    formats: Annotated[str, output_option("--format", help="Formats of the figures: pdf or png,svg.")] = _ALL,
-    as_summary: Annotated[bool, output_option("--summary", help="Also print a one-page summary.")] = False,
+    out: Annotated[Path | None, out_option("The page to write; by default beside the store, as .html.")] = None,
+    figures: Annotated[Path | None, output_option("Also write figures into this folder; made if missing.")] = None,
+    formats: Annotated[str, output_option("Formats of the figures: pdf or png,svg.", "--format")] = _ALL,
+    as_summary: Annotated[bool, output_option("Also print a one-page summary.", "--summary")] = False,
     salvage: Annotated[
-        bool, output_option("--salvage", help="Of a damaged store, keep what is whole in a new one and report that.")
+        bool, output_option("Of a damaged store, keep what is whole in a new one and report that.", "--salvage")
     ] = False,
-    docs: Annotated[str | None, output_option(help="Address of the documentation, for links to the theory.")] = None,
+    docs: Annotated[str | None, output_option("Address of the documentation, for links to the theory.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a scan as one HTML file that opens offline.

@@ -10,10 +10,9 @@ from rich.progress import BarColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from howsmooth._util.validation import check_one_of
-from howsmooth.cli.console import print_json, progress_line, show, stderr
-from howsmooth.cli.engine_options import EngineOptions
 from howsmooth.cli.options import (
     AsJson,
+    EngineOptions,
     Resume,
     command,
     engine_option,
@@ -22,6 +21,7 @@ from howsmooth.cli.options import (
     what_option,
     where_option,
 )
+from howsmooth.cli.terminal import print_json, progress_line, show, stderr
 from howsmooth.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -35,14 +35,14 @@ LONG = 120.0
 @command
 def reproduce(
     experiment: Annotated[str | None, typer.Argument(metavar="[ID]", help="An experiment (all are listed).")] = None,
-    all_of_them: Annotated[bool, what_option("--all", help="Every experiment, one after the other.")] = False,
-    quick: Annotated[bool, exact_option("--quick", help="A small version, minutes in all.")] = False,
-    full: Annotated[bool, exact_option("--full", help="The paper's size, as far as it fits one machine.")] = False,
-    model: Annotated[list[str] | None, what_option(help="Other models than the experiment's own (may repeat).")] = None,
-    text: Annotated[Path | None, where_option(help="A text instead of that of the experiment.")] = None,
-    out: Annotated[Path, out_option(help="Folder for data, figures and verdicts.")] = Path("reproduced"),
+    all_of_them: Annotated[bool, what_option("Every experiment, one after the other.", "--all")] = False,
+    quick: Annotated[bool, exact_option("A small version, minutes in all.", "--quick")] = False,
+    full: Annotated[bool, exact_option("The paper's size, as far as it fits one machine.", "--full")] = False,
+    model: Annotated[list[str] | None, what_option("Other models than the experiment's own (may repeat).")] = None,
+    text: Annotated[Path | None, where_option("A text instead of that of the experiment.")] = None,
+    out: Annotated[Path, out_option("Folder for data, figures and verdicts.")] = Path("reproduced"),
     resume: Resume = True,
-    yes: Annotated[bool, engine_option("--yes", help="Start even what takes hours.")] = False,
+    yes: Annotated[bool, engine_option("Start even what takes hours.", "--yes")] = False,
     *,
     engine: EngineOptions,
     as_json: AsJson = False,
@@ -56,7 +56,7 @@ def reproduce(
       howsmooth reproduce --all --quick
       howsmooth reproduce growth-text --full --yes --engine ray --address head-node:6379
     """
-    from howsmooth.models.input_files import read_text
+    from howsmooth.models.model_inputs import read_text
     from howsmooth.papers import EXPERIMENTS, ExperimentOptions
 
     if experiment is None and not all_of_them:

@@ -14,25 +14,35 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainin
 from typer import Argument
 
 from howsmooth._util.common import distinct_files, printable
-from howsmooth.cli.console import progress_line, show, terminal_json
-from howsmooth.cli.engine_options import ScanEngineOptions, print_plan
-from howsmooth.cli.exit_codes import NOT_CONVERGED, USER_ERROR, complain, stored
 from howsmooth.cli.options import (
     AsJson,
     Confidence,
     Device,
     Dtype,
+    EngineOptions,
     Resume,
     Rtol,
     Text,
     command,
     default_output,
+    engine_option,
     length_option,
     out_option,
     output_option,
     seed_option,
     what_option,
     where_option,
+)
+from howsmooth.cli.terminal import (
+    NOT_CONVERGED,
+    USER_ERROR,
+    complain,
+    print_json,
+    print_line,
+    progress_line,
+    show,
+    stored,
+    terminal_json,
 )
 from howsmooth.errors import HowsmoothError, InvalidInput
 from howsmooth.scans.shards import parse_shard
@@ -48,44 +58,57 @@ class ScanFlags:
     what: Annotated[
         str | None,
         what_option(
-            help="head, attention, residual, mlp, layer, prefix, model, logits, one or several; with a choice: "
+            "head, attention, residual, mlp, layer, prefix, model, logits, one or several; with a choice: "
             "head\\[layers=0-5,heads=3] (head)."
         ),
     ] = None
-    layers: Annotated[str | None, what_option(help="For example 0,2-4 (all).")] = None
+    layers: Annotated[str | None, what_option("For example 0,2-4 (all).")] = None
     bounds: Annotated[
-        str | None, what_option(help="Upper bounds: none, proved (the three-path bound alone), cheap or all (cheap).")
+        str | None, what_option("Upper bounds: none, proved (the three-path bound alone), cheap or all (cheap).")
     ] = None
     reference: Annotated[
         Literal["random"] | None,
-        what_option(help="random: also the same architecture with random weights, as a line to compare with."),
+        what_option("random: also the same architecture with random weights, as a line to compare with."),
     ] = None
-    explain: Annotated[
-        bool | None, what_option("--explain/--no-explain", help="Also value and score path, sink, entropy (yes).")
-    ] = None
+    explain: Annotated[bool | None, what_option("Also value and score path, sink, entropy (yes).")] = None
     text: Text = None
-    length: Annotated[str | None, length_option(help="Tokens per window: 64,128, 8,16,…,512 or 2,4,...,100 (128).")] = (
-        None
-    )
-    windows: Annotated[int | None, where_option(min=1, help="Windows of the text for each length (1).")] = None
+    length: Annotated[str | None, length_option("Tokens per window: 64,128, 8,16,…,512 or 2,4,...,100 (128).")] = None
+    windows: Annotated[int | None, where_option("Windows of the text for each length (1).", min=1)] = None
     dtype: Dtype = None
     rtol: Rtol = None
     confidence: Confidence = None
     seed: Annotated[int | None, seed_option()] = None
     device: Device = None
-    out: Annotated[Path | None, out_option(help="Store to write (howsmooth-output/scan-MODEL.sqlite).")] = None
+    out: Annotated[Path | None, out_option("Store to write (howsmooth-output/scan-MODEL.sqlite).")] = None
+
+
+@dataclass(frozen=True)
+class ScanEngineOptions(EngineOptions):
+    """The workers of a scan, and the part of it that they measure."""
+
+    timeout: Annotated[float | None, engine_option("Seconds after which a worker gives up a unit (3600).", min=0.1)] = (
+        None
+    )
+    shard: Annotated[
+        str | None, engine_option("Measure part i of N, as i/N; slurm: the part of this task of a job array.")
+    ] = None
+
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of `howsmooth.scan`."""
+        options = {"timeout": self.timeout, "shard": self.shard, "executor": self.chosen()}
+        return {name: value for name, value in options.items() if value is not None}
 
 
 @command
 def scan(
     options: ScanFlags,
-    config: Annotated[Path | None, what_option(help="TOML file with any of these options; flags win.")] = None,
+    config: Annotated[Path | None, what_option("TOML file with any of these options; flags win.")] = None,
     resume: Resume = True,
     export: Annotated[
-        list[Path] | None, output_option(help="Also write the rows: .csv, .parquet or .json; may be repeated.")
+        list[Path] | None, output_option("Also write the rows: .csv, .parquet or .json; may be repeated.")
     ] = None,
     plan: Annotated[
-        bool, output_option("--plan", help="Measure nothing: print cells, time, memory, and a script for SLURM.")
+        bool, output_option("Measure nothing: print cells, time, memory, and a script for SLURM.", "--plan")
     ] = False,
     as_json: AsJson = False,
     *,
@@ -124,7 +147,7 @@ def scan(
         written=[("--out", out), *(("--export", path) for path in export or [])],
     )
     if plan:
-        print_plan(model, out, wanted, workers, as_json)
+        _print_plan(model, out, wanted, workers, as_json)
         return
     with storing(out) as progress:
         lengths = wanted.pop("length", None)
@@ -192,7 +215,7 @@ def storing(out: Path) -> Iterator[Callable[[Any], None]]:
     columns = (BarColumn(), TextColumn("{task.fields[cells]}"), TimeElapsedColumn(), TimeRemainingColumn())
     cells = ""
 
-    def content() -> str:
+    def content(stopped: KeyboardInterrupt) -> str:
         return f"{cells} are kept in {out}; the same command goes on from there" if cells else _stored_before(out)
 
     with stored(content), progress_line("opening the model", *columns, total=1.0, cells="") as update:
@@ -215,3 +238,33 @@ def _stored_before(out: Path) -> str:
     except (HowsmoothError, OSError):
         count = 0
     return f"nothing new was measured; the {count} cells in {out} are kept" if count else "nothing was measured yet"
+
+
+def _print_plan(model: str, out: Path, wanted: dict[str, Any], workers: ScanEngineOptions, as_json: bool) -> None:
+    """Print the number of cells, time and memory, and a script that measures them as a job array."""
+    import torch
+
+    from howsmooth.scans.cost import predict, sbatch_script
+    from howsmooth.scans.prepare import prepare
+    from howsmooth.scans.scan_options import ScanOptions
+    from howsmooth.scans.shards import parse_shard
+
+    options = {name: value for name, value in wanted.items() if name not in ("reference", "device", "dtype")}
+    text, lengths = options.pop("text", None), options.pop("length", None)
+    ready = prepare(model, text, ScanOptions(lengths=lengths, **options))
+    plan = ready.plan if workers.shard is None else parse_shard(workers.shard).part(ready.plan)
+    prediction = predict(ready.model, plan, ready.cut, ready.settings, workers.jobs or 1)
+    flags = [word for name, value in wanted.items() for word in _flag(name, value)]
+    command = ["howsmooth", "scan", model, *flags]
+    script = sbatch_script(command, prediction, workers.jobs or 1, workers.cores or torch.get_num_threads(), str(out))
+    if as_json:
+        print_json(vars(prediction) | {"wall": prediction.wall, "script": script})
+    else:
+        print_line(f"{prediction}.\n\n{script}")
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    """An option as it is written on a command line."""
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    return [f"--{name}", ",".join(map(str, value)) if isinstance(value, list) else str(value)]

@@ -15,12 +15,10 @@ from rich.progress import BarColumn, TimeElapsedColumn
 from rich.table import Table
 from typer import Argument
 
-from howsmooth.cli.console import print_json, progress_line, show, written
-from howsmooth.cli.engine_options import EngineOptions
-from howsmooth.cli.exit_codes import INTERRUPTED, NOT_CONVERGED, complain, stop_word
 from howsmooth.cli.options import (
     AsJson,
     Device,
+    EngineOptions,
     Resume,
     Seed,
     command,
@@ -31,6 +29,7 @@ from howsmooth.cli.options import (
     output_option,
     training_option,
 )
+from howsmooth.cli.terminal import NOT_CONVERGED, print_json, progress_line, show, stored, written
 from howsmooth.errors import InvalidInput
 
 _SAME = "the same command with --resume goes on from there"
@@ -43,39 +42,39 @@ class ModelOptions:
     attention: Annotated[
         str,
         training_option(
-            help="dot-product, l2, l2-untied (not Lipschitz), contractive-2, contractive-inf, sigmoid, cosine, "
+            "dot-product, l2, l2-untied (not Lipschitz), contractive-2, contractive-inf, sigmoid, cosine, "
             "norm-controlled, gradient-step; with --table several, separated by commas."
         ),
     ] = ""
-    depth: Annotated[str, training_option(help="Blocks (2); with --table several: 2,4,6.")] = ""
+    depth: Annotated[str, training_option("Blocks (2); with --table several: 2,4,6.")] = ""
     seed: Seed = 0
-    seeds: Annotated[int, training_option(min=1, max=2**10, help="Number of seeds, from --seed on, with --table.")] = 2
-    width: Annotated[int, training_option(max=2**20, help="Width of a token.")] = 128
-    heads: Annotated[int, training_option(max=2**20, help="Attention heads.")] = 4
+    seeds: Annotated[int, training_option("Number of seeds, from --seed on, with --table.", min=1, max=2**10)] = 2
+    width: Annotated[int, training_option("Width of a token.", max=2**20)] = 128
+    heads: Annotated[int, training_option("Attention heads.", max=2**20)] = 4
     blocks: Annotated[
-        str | None, training_option(help="pre-norm, post-norm or contractive (contractive for contractive attention).")
+        str | None, training_option("pre-norm, post-norm or contractive (contractive for contractive attention).")
     ] = None
     coefficient: Annotated[
-        float, training_option(help="Lipschitz constant of contractive branches; below 1 in contractive blocks.")
+        float, training_option("Lipschitz constant of contractive branches; below 1 in contractive blocks.")
     ] = 0.9
     window: Annotated[
         int | None,
-        training_option(max=2**24, help="Tokens that a token sees, itself and those before (all).", show_default=False),
+        training_option("Tokens that a token sees, itself and those before (all).", max=2**24, show_default=False),
     ] = None
     lengths: Annotated[
         str,
-        training_option("--pieces", help="fixed windows, chunks (cross-document masks) or a growing curriculum."),
+        training_option("fixed windows, chunks (cross-document masks) or a growing curriculum.", "--pieces"),
     ] = "fixed"
-    length: Annotated[str, length_option(help="Tokens of the (longest) piece.")] = "64"
-    cycles: Annotated[int, training_option(max=2**20, help="Rounds of a curriculum from short to long.")] = 1
-    steps: Annotated[int, training_option(max=2**40, help="Optimiser steps.")] = 1000
-    batch_tokens: Annotated[int, training_option(max=2**28, help="Characters per step.")] = 1024
-    rate: Annotated[float, training_option(help="Learning rate.")] = 1e-3
-    schedule: Annotated[str, training_option(help="cosine decay, or a fixed rate.")] = "cosine"
-    warmup: Annotated[int, training_option(max=2**40, help="Steps of linear warm-up.")] = 100
-    weight_decay: Annotated[float, training_option(help="Weight decay of matrices.")] = 0.01
-    clip: Annotated[float, training_option(help="Largest norm of the gradient; 0 for none.")] = 1.0
-    dropout: Annotated[float, training_option(help="Dropout in pre-norm blocks.")] = 0.0
+    length: Annotated[str, length_option("Tokens of the (longest) piece.")] = "64"
+    cycles: Annotated[int, training_option("Rounds of a curriculum from short to long.", max=2**20)] = 1
+    steps: Annotated[int, training_option("Optimiser steps.", max=2**40)] = 1000
+    batch_tokens: Annotated[int, training_option("Characters per step.", max=2**28)] = 1024
+    rate: Annotated[float, training_option("Learning rate.")] = 1e-3
+    schedule: Annotated[str, training_option("cosine decay, or a fixed rate.")] = "cosine"
+    warmup: Annotated[int, training_option("Steps of linear warm-up.", max=2**40)] = 100
+    weight_decay: Annotated[float, training_option("Weight decay of matrices.")] = 0.01
+    clip: Annotated[float, training_option("Largest norm of the gradient; 0 for none.")] = 1.0
+    dropout: Annotated[float, training_option("Dropout in pre-norm blocks.")] = 0.0
 
     def common(self) -> dict[str, Any]:
         """The settings that all cells of a grid share."""
@@ -88,14 +87,14 @@ class ModelOptions:
 def train(
     text: Annotated[Path, Argument(help="A text file, or Penn Treebank: ptb.train.txt or its folder.")],
     model: ModelOptions,
-    out: Annotated[Path | None, out_option(help="Folder of the run (howsmooth-output/train-TEXT-ATTENTION-…).")] = None,
+    out: Annotated[Path | None, out_option("Folder of the run (howsmooth-output/train-TEXT-ATTENTION-…).")] = None,
     resume: Resume = False,
     table: Annotated[
         bool,
-        training_option("--table", help="Compare kinds of attention over depths and seeds; always resumes."),
+        training_option("Compare kinds of attention over depths and seeds; always resumes.", "--table"),
     ] = False,
-    save_every: Annotated[int, output_option(min=1, help="Steps between checkpoints.")] = 200,
-    report_every: Annotated[int, output_option(min=1, help="Steps between rows of numbers.")] = 50,
+    save_every: Annotated[int, output_option("Steps between checkpoints.", min=1)] = 200,
+    report_every: Annotated[int, output_option("Steps between rows of numbers.", min=1)] = 50,
     device: Device = None,
     *,
     engine: EngineOptions,
@@ -220,16 +219,13 @@ def _watching(out: Path) -> Iterator[Callable[[str, Any], None]]:
     """A line on stderr with bits, bound, speed and remaining time; after Ctrl-C one line that names what is stored."""
     from howsmooth.papers.training.loop import TrainingStopped
 
-    try:
-        with progress_line("reading the text", BarColumn(bar_width=20), TimeElapsedColumn(), total=1.0) as update:
+    line = progress_line("reading the text", BarColumn(bar_width=20), TimeElapsedColumn(), total=1.0)
+    with stored(lambda stopped: f"{stopped.step} steps are kept in {out}; {_SAME}", TrainingStopped), line as update:
 
-            def show(label: str, now: Any) -> None:
-                update(description=label + described(now), completed=now.step / now.steps)
+        def show(label: str, now: Any) -> None:
+            update(description=label + described(now), completed=now.step / now.steps)
 
-            yield show
-    except TrainingStopped as stopped:
-        complain(f"{stop_word()}: {stopped.step} steps are kept in {out}; {_SAME}.")
-        raise SystemExit(INTERRUPTED) from None
+        yield show
 
 
 def described(now: Any) -> str:

@@ -14,13 +14,18 @@ from typing import Annotated, Literal
 import typer
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from howsmooth.cli.console import print_json, progress_line, show, written
-from howsmooth.cli.engine_options import EngineOptions
-from howsmooth.cli.exit_codes import INTERRUPTED, NOT_CONVERGED
-from howsmooth.cli.options import FOLDER, AsJson, command, exact_option, out_option, what_option, where_option
-from howsmooth.cli.replay import remember
-from howsmooth.cli.set_options import OVER, layer_tokens, norm_image
-from howsmooth.cli.source_options import AttentionOptions, MapAtTokens, Request
+from howsmooth.cli.options import (
+    FOLDER,
+    AsJson,
+    EngineOptions,
+    command,
+    exact_option,
+    out_option,
+    what_option,
+    where_option,
+)
+from howsmooth.cli.source_options import OVER, MapAtTokens, MapOptions, layer_tokens, map_entry, norm_image
+from howsmooth.cli.terminal import INTERRUPTED, NOT_CONVERGED, print_json, progress_line, show, written
 from howsmooth.errors import InvalidInput
 from howsmooth.scans.scan_grammar import parse_lengths
 from howsmooth.search.sandwich_search import Sandwich, sandwich
@@ -33,18 +38,15 @@ _LENGTHS = "8,16,32"
 
 @command
 def worst_case(
-    request: Request,
-    settings: AttentionOptions,
-    head: Annotated[int | None, what_option(min=0, help="One head, counted from 0 (the whole block).")] = None,
-    over: Annotated[str | None, where_option(help=OVER.format("The sets, with one size or several (ball:1,2)"))] = None,
-    around: Annotated[
-        Path | None, where_option(help="Text for --over around: search near the layer's input there.")
-    ] = None,
-    norm: Annotated[Literal["2", "inf"], what_option(help="Norm of the Jacobian.")] = "2",
-    starts: Annotated[int, exact_option(min=1, help="Random starts, beside the theorems' own.")] = 8,
-    steps: Annotated[int, exact_option(min=1, help="Steps of each search.")] = 200,
-    seconds: Annotated[float | None, exact_option(help="Time for all searches together.")] = None,
-    out: Annotated[Path, out_option(help="Folder for witnesses and figure.")] = FOLDER,
+    options: MapOptions,
+    head: Annotated[int | None, what_option("One head, counted from 0 (the whole block).", min=0)] = None,
+    over: Annotated[str | None, where_option(OVER.format("The sets, with one size or several (ball:1,2)"))] = None,
+    around: Annotated[Path | None, where_option("Text for --over around: search near the layer's input there.")] = None,
+    norm: Annotated[Literal["2", "inf"], what_option("Norm of the Jacobian.")] = "2",
+    starts: Annotated[int, exact_option("Random starts, beside the theorems' own.", min=1)] = 8,
+    steps: Annotated[int, exact_option("Steps of each search.", min=1)] = 200,
+    seconds: Annotated[float | None, exact_option("Time for all searches together.")] = None,
+    out: Annotated[Path, out_option("Folder for witnesses and figure.")] = FOLDER,
     *,
     engine: EngineOptions,
     as_json: AsJson = False,
@@ -62,21 +64,20 @@ def worst_case(
       howsmooth worst-case minilm --layer 2 --around novel.txt --over around:1%,5% --length 64
       howsmooth worst-case gpt2.safetensors --prefix h.0.attn. --heads 12 --causal --head 3 --over norm --seconds 60
     """
-    counts = parse_lengths(settings.length or _LENGTHS)
+    counts = parse_lengths(options.length or _LENGTHS)
     if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
         raise InvalidInput(f"--seconds is a positive number of seconds, got {seconds}.")
     named = None if over is None else SetText.parse(over)
     near = named is not None and named.near_input
     if named is not None and named.form == "point":
         raise InvalidInput("a search needs a set, not a point: howsmooth measure takes one input.")
-    request = _about(request, near, around)
+    options = _about(options, near, around)
     first = str(counts[-1] if near else 4)
-    settings = replace(settings, length=None if request.input is not None else first)
-    site = request.open(settings)
-    sets = _sets(site, request, counts, named)
+    site = replace(options, length=None if options.input is not None else first).open()
+    sets = _sets(site, counts, named)
     out.mkdir(parents=True, exist_ok=True)
-    source = remember(request, settings, site.attention)
-    stem = _stem(request, source["sha256"], head, norm)
+    source = map_entry(options, site.attention)
+    stem = _stem(options, source["sha256"], head, norm)
     unit = named.absolute(site.one_input)[0] / named.sizes[0] if named is not None and named.share else 1.0
     with _searching() as progress:
         cells = sandwich(
@@ -111,19 +112,19 @@ def worst_case(
         raise typer.Exit(NOT_CONVERGED)
 
 
-def _about(request: Request, near: bool, around: Path | None) -> Request:
-    """The request with the text of --around, which a set about an input needs and another set refuses."""
-    given = [("--around", around), ("--text", request.text), ("--input", request.input)]
+def _about(options: MapOptions, near: bool, around: Path | None) -> MapOptions:
+    """The options with the text of --around, which a set about an input needs and another set refuses."""
+    given = [("--around", around), ("--text", options.text), ("--input", options.input)]
     named = [option for option, value in given if value is not None]
     if not near and named:
         raise InvalidInput(f"{named[0]} gives an input to search near: give its distance, such as --over around:1%.")
     if len(named) > 1 and around is not None:
         raise InvalidInput("--around, --text and --input name the same thing: give one of them.")
-    return request if around is None else replace(request, text=around)
+    return options if around is None else replace(options, text=around)
 
 
 def _sets(
-    site: MapAtTokens, request: Request, counts: Sequence[int], named: SetText | None
+    site: MapAtTokens, counts: Sequence[int], named: SetText | None
 ) -> Over | Sequence[InputSet] | Mapping[int, Sequence[InputSet]]:
     """The sets, as `howsmooth.search.sandwich` takes them."""
     if named is not None and named.near_input:
@@ -133,26 +134,26 @@ def _sets(
         sizes = named.absolute(x)
         return {n: [Around(site.first(n).double(), eps, named.form == "around") for eps in sizes] for n in counts}
     if named is not None:
-        return named.sets(norm=norm_image(site, request, named))
+        return named.sets(norm=norm_image(site, named))
     if site.model is not None:
-        return layer_tokens(site, request)
+        return layer_tokens(site)
     width = site.attention.in_features
     return Ellipsoid.ball(width**0.5, width, "tokens of unit RMS")
 
 
-def _stem(request: Request, sha256: str, head: int | None, norm: str) -> str:
+def _stem(options: MapOptions, sha256: str, head: int | None, norm: str) -> str:
     """The beginning of all file names: which map, by name and hash, and which norm unless it is the usual one."""
-    source = Path(request.source).stem if Path(request.source).is_file() else request.source
-    words = ["worst", source, request.prefix or "", "" if request.layer is None else f"layer{request.layer}"]
+    source = Path(options.source).stem if Path(options.source).is_file() else options.source
+    words = ["worst", source, options.prefix or "", "" if options.layer is None else f"layer{options.layer}"]
     words += ["" if head is None else f"head{head}", "" if norm == "2" else norm, sha256[:6]]
     return re.sub(r"[^A-Za-z0-9.]+", "-", "-".join(word.strip(".") for word in words if word)).strip("-")
 
 
 def _set_name(over: InputSet) -> str:
     """The kind of set in a file name."""
-    said = over.describe()
+    facts = over.describe()
     known = {"around": "eps", "ball": "R"}
-    return known.get(said["set"]) or re.sub(r"\W+", "-", str(said.get("origin", said["set"])))
+    return known.get(facts["set"]) or re.sub(r"\W+", "-", str(facts.get("origin", facts["set"])))
 
 
 def _size_name(over: InputSet, unit: float) -> str:

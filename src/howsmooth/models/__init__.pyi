@@ -1,11 +1,10 @@
 from .captured_sites import CapturedSite, attention_inputs, capture, capture_cross, site
-from .input_files import alice
 from .layerwise import LayeredModel
+from .model_inputs import Window, alice
 from .module_names import MODEL_TYPES
 from .named_models import NAMED
 from .open_source import OpenModel, open_model
 from .targets import Targets, target
-from .text_windows import Window
 
 __all__ = [
     "MODEL_TYPES",

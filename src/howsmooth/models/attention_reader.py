@@ -1,13 +1,24 @@
-"""From a Hugging Face model to an attention map: weights, heads, positions, mask and scale of one layer."""
+"""From a Hugging Face model to an attention map: weights, heads, positions, mask and scale of one layer.
+
+A map is compared with the model's own attention before it is returned: the model runs once on random tokens. A copy of
+the attention block is called again in double precision with the recorded arguments (positions, mask), on its own tokens
+and on larger ones, whose logits are large enough that a wrong scale, soft-cap or mask cannot hide behind nearly uniform
+weights.
+"""
 
 from __future__ import annotations
 
+import copy
+import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from howsmooth._util.common import relative_error
 from howsmooth._util.process_lock import alone
 from howsmooth._util.validation import validated
 from howsmooth.attention import (
@@ -24,16 +35,27 @@ from howsmooth.attention import (
 from howsmooth.attention.composite_map import Feature, Features
 from howsmooth.attention.stages import HeadNorm, PlaceScale
 from howsmooth.errors import UnsupportedModel
+from howsmooth.models.forward_pass import Call, record_calls, reference_mode, temporary_hooks
+from howsmooth.models.model_inputs import random_inputs
 from howsmooth.models.module_names import AttentionSite, attention_site, submodule
-from howsmooth.models.self_check import check_against_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+
 _HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
 _ADAPTER = re.compile(r"\.(base_layer|lora_\w+\.\w+)(?=\.)")
 """Parts of parameter names that PEFT inserts."""
+_SINKS, _RELATIVE_BIAS = "sinks", "relative_attention_bias"
+"""Names of the logits of learned sinks and of a table of relative position biases, where a block has them."""
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+Rotations = dict[int, tuple[Tensor, Tensor]]
+"""Identity of a rounded tensor → that tensor (a reference keeps its identity unique) and the same unrounded."""
+TOLERANCE = 1e-4
+"""Largest relative difference (Frobenius norm, without the output bias) between the map and the model's own output."""
+_TOKENS = 24
+_LONGEST = 512
+_LARGE_LOGIT = 4.0
 
 
 @validated
@@ -42,7 +64,7 @@ def from_transformers(model: PreTrainedModel, layer: int) -> SelfAttention | Com
     """The self-attention of one layer of a Hugging Face model, with output projection, nothing around it.
 
     Blocks with learned sinks, output gates, latent projections or norms over all heads give a `ComposedAttention`. The
-    map is compared with the model's own attention before it is returned (see `howsmooth.models.self_check`). It holds
+    map is compared with the model's own attention before it is returned (`check_against_model`). It holds
     copies of the weights, in the model's dtype; the model is unchanged afterwards.
 
     Args:
@@ -82,7 +104,7 @@ def read_attention(
     owner = site.owner
     width = next(int(getattr(owner, name)) for name in _HEAD_WIDTHS if hasattr(owner, name))
     heads = output.shape[1] // width
-    (query, key, value), biases, gate = _projections(site, heads, width)
+    (query, key, value, gate), (*biases, gate_bias) = _projections(site, heads, width)
     kv_heads = len(key) // width
     norms = _query_key_norms(site, heads, kv_heads, width)
     features = None
@@ -114,13 +136,11 @@ def read_attention(
     if getattr(owner, "attn_temperature_tuning", False) and rotary is None:
         strength, step = (float(getattr(owner, name)) for name in ("attn_scale", "floor_scale"))
         attention.query_stages.insert(0, PlaceScale(strength, step, positions))
-    sinks: Any = getattr(owner, site.names.sinks, None)
+    sinks: Any = getattr(owner, _SINKS, None)
     if features is None and gate is None and sinks is None:
         return attention
     sinks = None if sinks is None else sinks.detach().clone()
-    return ComposedAttention(
-        attention, features=features, sinks=sinks, gate=None if gate is None else gate[0], gate_bias=gate and gate[1]
-    )
+    return ComposedAttention(attention, features=features, sinks=sinks, gate=gate, gate_bias=gate_bias)
 
 
 def _read_linear(site: AttentionSite, path: str) -> tuple[Tensor, Tensor | None]:
@@ -128,18 +148,18 @@ def _read_linear(site: AttentionSite, path: str) -> tuple[Tensor, Tensor | None]
     from transformers.pytorch_utils import Conv1D
 
     module, added = _without_adapter(site.submodule(path), path, site.layer)
-    weight = getattr(module, "weight", None)
-    if not isinstance(module, nn.Linear | Conv1D) or not isinstance(weight, Tensor) or not weight.is_floating_point():
+    if not isinstance(module, nn.Linear | Conv1D) or not module.weight.is_floating_point():
         raise UnsupportedModel(
             f"the projection {path!r} of layer {site.layer} is a {type(module).__name__} without plain floating-point "
             "weights: load the model without quantisation and merge its adapters first."
         )
+    weight = module.weight.detach()
     if weight.is_meta:
         raise UnsupportedModel(
             f"the weights of layer {site.layer} are not in memory (they are on the meta device): load the model "
             "without offloading."
         )
-    weight = weight.detach() if added is None else weight.detach() + added.to(weight.dtype)
+    weight = weight if added is None else weight + added.to(weight.dtype)
     weight = weight.T if isinstance(module, Conv1D) else weight
     return weight.clone(), None if module.bias is None else module.bias.detach().clone()
 
@@ -148,11 +168,9 @@ def _without_adapter(module: Any, path: str, layer: int) -> tuple[nn.Module, Ten
     """The projection under the LoRA adapters of PEFT, and the sum of the active adapters."""
     if not hasattr(module, "get_base_layer"):
         return module, None
-    active: list[str] = [
-        name for name in getattr(module, "active_adapters", []) if name in getattr(module, "lora_A", {})
-    ]
-    others = set(getattr(module, "active_adapters", [])) - set(active)
-    if others or any(getattr(module, "use_dora", {}).get(name) for name in active):
+    active: list[str] = getattr(module, "active_adapters", [])
+    lora, dora = (getattr(module, kind, {}) for kind in ("lora_A", "use_dora"))
+    if any(name not in lora or dora.get(name) for name in active):
         raise UnsupportedModel(
             f"the projection {path!r} of layer {layer} has an adapter that is not plain LoRA: merge it into the model."
         )
@@ -163,36 +181,32 @@ def _without_adapter(module: Any, path: str, layer: int) -> tuple[nn.Module, Ten
         return base, torch.stack([module.get_delta_weight(name).detach() for name in active]).sum(0)
 
 
-def _projections(
-    site: AttentionSite, heads: int, width: int
-) -> tuple[list[Tensor], list[Tensor | None], tuple[Tensor, Tensor | None] | None]:
-    """Weights and biases of query, key and value, rows ordered head by head, and of an output gate."""
-    if site.names.layout in ("separate", "gated"):
-        weights: list[Any]
-        biases: list[Any]
-        weights, biases = map(list, zip(*(_read_linear(site, path) for path in site.names.inputs), strict=True))
-        if site.names.layout == "separate":
-            return weights, biases, None
-        both = [None if t is None else t.unflatten(0, (heads, 2, width)).unbind(1) for t in (weights[0], biases[0])]
-        gate: list[Any]
-        (weights[0], biases[0]), gate = ([None if t is None else t[i].flatten(0, 1) for t in both] for i in (0, 1))
-        return weights, biases, (gate[0], gate[1])
-    fused, bias = _read_linear(site, site.names.inputs[0])
+def _projections(site: AttentionSite, heads: int, width: int) -> tuple[list[Any], list[Any]]:
+    """Weights and biases of query, key, value and output gate, rows ordered head by head; None without them."""
+    layout = site.names.layout
 
-    def split(rows: Tensor) -> list[Tensor]:
-        if site.names.layout == "per_head":
-            return [third.flatten(0, 1) for third in rows.unflatten(0, (heads, 3, width)).unbind(1)]
-        shared = (len(rows) - heads * width) // 2
-        return list(rows.split([heads * width, shared, shared]))
+    def split(first: Tensor | None, *others: Tensor | None) -> list[Tensor | None]:
+        if first is None:
+            return [None, *(others or (None, None)), None]
+        if layout == "separate":
+            return [first, *others, None]
+        if layout == "gated":
+            query, gate = first.unflatten(0, (heads, 2, width)).unbind(1)
+            return [query.flatten(0, 1), *others, gate.flatten(0, 1)]
+        if layout == "per_head":
+            return [*(third.flatten(0, 1) for third in first.unflatten(0, (heads, 3, width)).unbind(1)), None]
+        shared = (len(first) - heads * width) // 2
+        return [*first.split([heads * width, shared, shared]), None]
 
-    return split(fused), [None] * 3 if bias is None else list(split(bias)), None
+    weights, biases = zip(*(_read_linear(site, path) for path in site.names.inputs), strict=True)
+    return split(*weights), split(*biases)
 
 
 def _refuse_unread_parameters(site: AttentionSite) -> None:
     """Refuse a block with unread parameters: a feature whose weights are still zero would pass the self-check."""
     names = site.names
-    read = (*names.inputs, names.output, *names.norms, *names.after, names.relative_bias, *names.more)
-    parameters = [name for name, _ in site.block.named_parameters() if name != names.sinks]
+    read = (*names.inputs, names.output, *names.norms, *names.after, _RELATIVE_BIAS, *names.more)
+    parameters = [name for name, _ in site.block.named_parameters() if name != _SINKS]
     unread = [name for name in parameters if _ADAPTER.sub("", name).rpartition(".")[0] not in read]
     if unread:
         raise UnsupportedModel(
@@ -222,15 +236,15 @@ def _mask(config: Any, owner: nn.Module, kind: str | None) -> LogitBias | None:
     return Causal() if causal else None
 
 
-def rotary_module(model: PreTrainedModel) -> nn.Module | None:
-    """The module with the rotary frequencies of a model, where it has one."""
-    return next((module for path, module in model.named_modules() if path.split(".")[-1] == "rotary_emb"), None)
+def rotary_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules with the rotary frequencies of a model."""
+    return [module for path, module in model.named_modules() if path.split(".")[-1] == "rotary_emb"]
 
 
 def rotary_kinds(model: PreTrainedModel) -> list[str | None]:
     """The layer types with frequencies of their own (ModernBERT, OLMo 3); [None] where all layers share them."""
-    types = getattr(rotary_module(model), "rope_type", None)
-    return list(types) if isinstance(types, dict) else [None]
+    types = [getattr(module, "rope_type", None) for module in rotary_modules(model)[:1]]
+    return list(types[0]) if types and isinstance(types[0], dict) else [None]
 
 
 def read_rotary(
@@ -241,7 +255,7 @@ def read_rotary(
     interleaved: bool = False,
 ) -> Rotary | None:
     """Rotary positions with the model's own frequencies, in the single precision in which the model turns."""
-    rotary = rotary_module(model)
+    rotary = next(iter(rotary_modules(model)), None)
     everywhere = getattr(owner, "sliding_window", None) is None or getattr(owner, "is_sliding", True)
     if rotary is None or not getattr(owner, "use_rope", True) or not everywhere:  # EXAONE 4 turns in windows only
         return None
@@ -265,56 +279,39 @@ def _query_key_norms(site: AttentionSite, heads: int, kv_heads: int, width: int)
     query, key = (submodule(site.block, path) for path in site.names.norms)
     if query is None or key is None:
         return None
-    for_key = _norm(key, kv_heads, width, site.layer)
+    for_key = _read_norm(key, kv_heads, width, site.layer)
     if isinstance(for_key, HeadNorm):  # stages see keys once for each query head
         group = heads // kv_heads
         gain, shift = (
             t if t is None or t.dim() == 1 else t.repeat_interleave(group, dim=0) for t in (for_key.gain, for_key.shift)
         )
         for_key = HeadNorm(for_key.eps, gain, shift)
-    return _norm(query, heads, width, site.layer), for_key
+    return _read_norm(query, heads, width, site.layer), for_key
 
 
-def _norm(norm: Any, heads: int, width: int, layer: int) -> UnitNorm | HeadNorm:
-    """The normalisation of queries or keys: of each head, or of all heads at once."""
-    weight = getattr(norm, "weight", None)
-    together = weight is not None and weight.shape == (heads * width,) and heads > 1
-    if weight is not None and weight.shape not in ((width,), (heads, width)) and not together:
-        raise _unread_norm(norm, layer)
-    return _read_rms_norm(norm, heads * width, layer) if together else _matching_norm(norm, (heads, width), layer)
+def _read_norm(norm: Any, heads: int, width: int, layer: int, only_rms: bool = False) -> Any:
+    """RMSNorm (`UnitNorm`) or LayerNorm (`HeadNorm`) of each head, or RMSNorm of all heads at once.
 
-
-def _read_rms_norm(norm: Any, width: int, layer: int) -> UnitNorm:
-    """RMSNorm over a vector."""
-    stage = _matching_norm(norm, (1, width), layer)
-    if not isinstance(stage, UnitNorm):
-        raise _unread_norm(norm, layer)
-    return stage
-
-
-def _matching_norm(norm: Any, shape: tuple[int, int], layer: int) -> UnitNorm | HeadNorm:
-    """RMSNorm or LayerNorm. Some families multiply by the weight, some by 1 + weight: a probe tells which."""
+    Some families multiply by the weight, some by 1 + weight: a probe tells which.
+    """
     weight, bias = (None if t is None else t.detach().clone() for t in map(norm._parameters.get, ("weight", "bias")))
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    if eps is None:
-        raise _unread_norm(norm, layer)
-    dtype, device = (torch.float32, None) if weight is None else (weight.dtype, weight.device)
-    probe = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    if weight is not None and heads > 1 and weight.shape == (heads * width,):
+        heads, width, only_rms = 1, heads * width, True
     gains = [None] if weight is None else [weight, 1 + weight]
-    candidates: list[UnitNorm | HeadNorm] = [HeadNorm(eps, gain, bias) for gain in gains]
-    if bias is None and (weight is None or weight.dim() == 1):
-        candidates = [*(UnitNorm.rms(shape[1], eps, gain) for gain in gains), *candidates]
+    candidates: list[UnitNorm | HeadNorm] = []
+    if eps is not None and (weight is None or weight.shape in ((width,), (heads, width))):
+        if bias is None and (weight is None or weight.dim() == 1):
+            candidates += [UnitNorm.rms(width, eps, gain) for gain in gains]
+        candidates += [HeadNorm(eps, gain, bias) for gain in gains if not only_rms]
+    dtype, device = (torch.float32, None) if weight is None else (weight.dtype, weight.device)
+    probe = torch.randn(1, heads, width, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     with torch.no_grad():
-        theirs = norm(probe)[0].float()
         for stage in candidates:
             ours = stage(probe.float()[0][:, None])[:, 0]
-            if torch.allclose(ours, theirs, rtol=2e-2, atol=2e-2):
+            if torch.allclose(ours, norm(probe)[0].float(), rtol=2e-2, atol=2e-2):
                 return stage
-    raise _unread_norm(norm, layer)
-
-
-def _unread_norm(norm: Any, layer: int) -> UnsupportedModel:
-    return UnsupportedModel(
+    raise UnsupportedModel(
         f"layer {layer} normalises queries and keys by {type(norm).__name__} in a way that is neither RMSNorm nor "
         "LayerNorm of each head, nor RMSNorm of all heads: measure it as a function instead."
     )
@@ -344,7 +341,7 @@ def _relative_bias(model: PreTrainedModel) -> list[RelativeBias]:
     """The bias by bucketed distance of MPNet and T5, written out by offset; the outermost buckets have no end."""
     module: Any
     for module in model.modules():
-        if not isinstance(getattr(module, "relative_attention_bias", None), nn.Embedding):
+        if not isinstance(getattr(module, _RELATIVE_BIAS, None), nn.Embedding):
             continue
         weight = module.relative_attention_bias.weight.detach()
         if hasattr(module, "_relative_position_bucket"):  # T5
@@ -375,14 +372,14 @@ def _read_latent(site: AttentionSite, rotary: Rotary | None, mask: LogitBias | N
         first = Feature(None)
     else:
         latent, bias = _read_linear(site, "q_a_proj")
-        first = Feature(latent, bias, [_read_rms_norm(owner.q_a_layernorm, len(latent), site.layer)])
+        first = Feature(latent, bias, [_read_norm(owner.q_a_layernorm, 1, len(latent), site.layer, only_rms=True)])
         query, query_bias = _read_linear(site, "q_b_proj")
     both, bias = _read_linear(site, "kv_a_proj_with_mqa")
     biases = (None, None) if bias is None else bias.split([rank, turned])
     down, places = both.split([rank, turned])
     features = Features(
         first,
-        Feature(down, biases[0], [_read_rms_norm(owner.kv_a_layernorm, rank, site.layer)]),
+        Feature(down, biases[0], [_read_norm(owner.kv_a_layernorm, 1, rank, site.layer, only_rms=True)]),
         Feature(places, biases[1]),
     )
     up, _ = _read_linear(site, "kv_b_proj")
@@ -391,8 +388,7 @@ def _read_latent(site: AttentionSite, rotary: Rotary | None, mask: LogitBias | N
 
     def at(index: int, rows: Tensor) -> Tensor:
         """Rows ``(heads, ·, ·)`` that read one of the three parts of the features."""
-        parts = [rows if i == index else rows.new_zeros(*rows.shape[:2], size) for i, size in enumerate(sizes)]
-        return torch.cat(parts, dim=-1)
+        return nn.functional.pad(rows, (sum(sizes[:index]), sum(sizes[index + 1 :])))
 
     def turned_first(rows: Tensor) -> Tensor:
         return torch.cat([rows[:, plain:], rows[:, :plain]], dim=1)
@@ -413,3 +409,85 @@ def _read_latent(site: AttentionSite, rotary: Rotary | None, mask: LogitBias | N
         scale=float(owner.scaling),
     )
     return ComposedAttention(attention, features=features)
+
+
+def check_against_model(
+    model: PreTrainedModel, site: AttentionSite, attention: SelfAttention | ComposedAttention
+) -> None:
+    """Raise `UnsupportedModel` when the map differs from the model's own attention by more than `TOLERANCE`."""
+    for name, weight in attention.named_buffers():
+        if weight.is_floating_point() and "logit_biases" not in name and not bool(torch.isfinite(weight).all()):
+            raise UnsupportedModel(
+                f"the {name.replace('_', ' ')} of layer {site.layer} of {type(model).__name__} holds NaN or infinite "
+                "values: the file is damaged, or training diverged."
+            )
+    with _unrounded_rotations(model) as unrounded_by_id:
+        call = record_calls(model, [site], random_inputs(model, _length(model, attention)))[site.layer]
+    exact = copy.deepcopy(attention).to("cpu", torch.float64)
+    with reference_mode(model):
+        block = copy.deepcopy(site.block).to("cpu", torch.float64)
+        seen = _double(call.hidden, unrounded_by_id)
+        for tokens in (seen, _large_tokens(exact, seen)):
+            output = _own_output(AttentionSite(site.layer, block, site.names), call, tokens, unrounded_by_id)
+            error = relative_error(exact(tokens), output, exact.output_bias)
+            if not error <= TOLERANCE:
+                raise UnsupportedModel(
+                    f"the attention of layer {site.layer} as read from {type(model).__name__} differs from what the "
+                    f"model computes by a relative {error:.1e}: a feature of it is not modelled, so measure it as "
+                    "a function instead."
+                )
+
+
+def _length(model: PreTrainedModel, attention: SelfAttention | ComposedAttention) -> int:
+    """Enough tokens to see past a sliding window, unless it is very long."""
+    past = attention.terms.most_seen(math.inf) + 8
+    wanted = max(_TOKENS, int(past)) if past <= _LONGEST else _TOKENS
+    # RoBERTa counts positions from 2.
+    return max(2, min(wanted, getattr(model.config, "max_position_embeddings", wanted + 2) - 2))
+
+
+def _large_tokens(attention: SelfAttention | ComposedAttention, like: Tensor) -> Tensor:
+    """Random tokens, scaled so that logits have a root mean square of about four."""
+    tokens = torch.randn(like.shape, generator=torch.Generator().manual_seed(1), dtype=like.dtype)
+    query, key, _ = attention.staged(tokens)
+    size = float((query @ key.mT).square().mean().sqrt())
+    return tokens * (_LARGE_LOGIT / size) ** 0.5 if size > 0 else tokens
+
+
+def _own_output(site: AttentionSite, call: Call, tokens: Tensor, unrounded_by_id: Rotations) -> Tensor:
+    """The output of the block's output projection when the block is called on ``tokens``."""
+    outputs: list[Tensor] = []
+    projection = site.submodule(site.names.output)
+    with temporary_hooks([projection.register_forward_hook(lambda module, args, output: outputs.append(output))]):
+        site.block(tokens, *_double(call.args, unrounded_by_id), **_double(call.kwargs, unrounded_by_id))
+    return outputs[-1]
+
+
+def _double(value: Any, unrounded_by_id: Rotations) -> Any:
+    """Every floating tensor inside ``value`` in double precision on the CPU."""
+    if isinstance(value, Tensor):
+        value = unrounded_by_id.get(id(value), (value, value))[1].cpu()
+        return value.double() if value.is_floating_point() else value
+    if isinstance(value, tuple | list):
+        return type(value)(_double(item, unrounded_by_id) for item in value)
+    if isinstance(value, dict):
+        return {name: _double(item, unrounded_by_id) for name, item in value.items()}
+    return value
+
+
+@contextmanager
+def _unrounded_rotations(model: PreTrainedModel) -> Iterator[Rotations]:
+    """Collect the cosines and sines of rotary positions before the model rounds them to its own precision.
+
+    Half precision has about three digits, too few for the tolerance.
+    """
+    unrounded_by_id: Rotations = {}
+
+    def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        exact = module.forward(args[0].double(), *args[1:], **kwargs)
+        if isinstance(output, Tensor):  # complex numbers, which no model rounds
+            return
+        unrounded_by_id.update({id(pair[0]): pair for pair in zip(output, exact, strict=True)})
+
+    with temporary_hooks(module.register_forward_hook(record, with_kwargs=True) for module in rotary_modules(model)):
+        yield unrounded_by_id

@@ -2,17 +2,21 @@
 
 Nothing is ever unpickled. transformers fills missing weights with random numbers. Here a weight that takes part in a
 measurement must come from the file; a missing weight that takes no part (a pooler behind the last hidden state, the
-decoder when only the encoder is used) is set to zero, so that a model is the same each time it is opened.
+decoder when only the encoder is used) is set to zero, so that a model is the same each time it is opened. Sizes in a
+configuration must agree with its weights and fit into free memory.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -25,6 +29,7 @@ from howsmooth.errors import InvalidInput, UnsupportedModel
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -32,6 +37,14 @@ _WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped
 """Parts of names that torch.compile, DataParallel, FSDP and activation checkpointing insert."""
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SHOWN = 3
+_LAYERS = re.compile(r"(^|_)(n_?layers?|num_\w*layers|\w+_layers|depths?|num_\w*blocks|num_labels)$")
+_ORDINARY = 1000
+"""Larger counts are compared with the number of tensors."""
+_LONGEST = 2**20
+_GROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
 
 
 @dataclass(frozen=True)
@@ -53,12 +66,11 @@ class StoredTensors:
         >>> StoredTensors({"a.weight": torch.zeros(2, 2), "b.weight": torch.zeros(1).half()}).precision
         'float32 and float16'
         """
-        counts: dict[str, int] = {}
+        counts = Counter[str]()
         for tensor in self.tensors.values():
             if tensor.is_floating_point():
-                name = str(tensor.dtype).removeprefix("torch.")
-                counts[name] = counts.get(name, 0) + tensor.numel()
-        return " and ".join(sorted(counts, key=lambda name: -counts[name])) or "float32"
+                counts[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
+        return " and ".join(name for name, _ in counts.most_common()) or "float32"
 
     def unwrapped(self) -> StoredTensors:
         """The same tensors without the names of wrappers, anywhere in a name, with a note about it.
@@ -172,9 +184,9 @@ def _refuse_integers(tensors: Mapping[str, Tensor]) -> None:
 class WeightMatch:
     """The fit of a file to a model: names without a tensor, tensors without a place, tensors of another shape."""
 
-    missing: frozenset[str]
-    unexpected: frozenset[str]
-    mismatched: frozenset[str]
+    missing: Set[str]
+    unexpected: Set[str]
+    mismatched: Set[str]
 
     def check(self, whole: nn.Module, measured: PreTrainedModel) -> tuple[str, ...]:
         """Refuse weights of another model, set missing unused weights to zero, and return notes for the reader.
@@ -253,3 +265,84 @@ def _inside_a_layer(name: str, whole: nn.Module) -> bool:
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(printable(name)[:100] for name in names[:_SHOWN]) + more
+
+
+def check_config(path: Path, tensors: int) -> None:
+    """Refuse a config.json whose counts of layers and labels do not agree with the number of tensors in the file.
+
+    Layers are Python objects and labels entries of a table: a thousand million of them would fill the memory before any
+    weight is read.
+    """
+    try:
+        if path.stat().st_size > 64 * _LONGEST:
+            raise ValueError("larger than 64 MB")
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(
+            f"{path} is not a configuration in JSON ({printable(str(error))[:100]}): get the file again."
+        ) from error
+    if not isinstance(content, dict):
+        raise InvalidInput(f"{path} is not a configuration: it must hold one JSON object.")
+    check_counts(content, tensors, path.name)
+
+
+def check_counts(content: dict[str, Any], tensors: int, name: str) -> None:
+    """Refuse counts of layers and labels above the number of tensors; every layer has at least one."""
+    for key, value in _numbers(content):
+        if _LAYERS.search(key) and value > max(_ORDINARY, tensors):
+            raise InvalidInput(
+                f"{name} sets {printable(key)} to {value:g}, but the weights are {tensors} tensors: give the "
+                "configuration that belongs to them."
+            )
+
+
+def _numbers(content: Any) -> Iterator[tuple[str, float]]:
+    waiting: list[tuple[str, Any]] = [("", content)]
+    while waiting:
+        key, value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += [(str(name), inner) for name, inner in value.items()]
+        elif isinstance(value, list):
+            waiting += [(key, inner) for inner in value]
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield key, float(min(value, 1e300))
+
+
+def check_size(skeleton: nn.Module, stored: int) -> None:
+    """Refuse a model with far more parameters than the file; ``skeleton`` is the model on the meta device."""
+    described = sum(t.numel() for t in {id(t): t for t in (*skeleton.parameters(), *skeleton.buffers())}.values())
+    # A file may lack poolers, an unused decoder and computed tables of positions.
+    if described > 4 * stored + 2**24:
+        raise InvalidInput(
+            f"config.json describes a model of {described:.3g} numbers, but the weights hold {stored:.3g}: give the "
+            "config.json that belongs to them."
+        )
+
+
+def check_free_memory(numbers: int, what: str) -> None:
+    """Refuse a number of float32 values that does not fit into free memory."""
+    free = free_bytes()
+    if 4 * numbers > free:
+        raise InvalidInput(
+            f"{what} has about {numbers:.2g} parameters, {4 * numbers / 2**30:.3g} GiB, but {free / 2**30:.3g} GiB of "
+            "memory are free: ask for fewer layers or a smaller width, or free some memory."
+        )
+
+
+def free_bytes() -> int:
+    """Free memory: the minimum over the machine, the control group and the limit of this process."""
+    free = []
+    with suppress(OSError, StopIteration, ValueError, IndexError):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]))
+    for limit, used in _GROUPS:
+        with suppress(OSError, ValueError):
+            free.append(int(Path(limit).read_text(encoding="ascii")) - int(Path(used).read_text(encoding="ascii")))
+    with suppress(ImportError, OSError, ValueError):
+        import resource
+
+        maximum = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if maximum != resource.RLIM_INFINITY:
+            pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+            free.append(maximum - pages * resource.getpagesize())
+    return max(0, min(free, default=2**33))

@@ -141,7 +141,7 @@ class LayeredModel:
         for path, module in list(self.model.named_modules()):
             if module in inside:
                 continue
-            for name in [name for name, weight in module._parameters.items() if weight is not None]:
+            for name, _ in list(module.named_parameters(recurse=False)):
                 full = f"{path}.{name}".lstrip(".")
                 if isinstance(module, nn.Embedding):
                     parent, _, attribute = path.rpartition(".")
@@ -154,15 +154,12 @@ class LayeredModel:
                 raise UnsupportedModel(f"{path} holds numbers that are in no file: open this model whole.")
 
     def _fill_buffers(self, path: str, module: nn.Module) -> None:
-        missing = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
-        if not missing:
-            return
-        if hasattr(module, "inv_freq"):  # rotary positions, computed from the configuration
+        missing = {name: buffer.shape for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
+        if missing and hasattr(module, "inv_freq"):  # rotary positions, computed from the configuration
             fresh: Any = type(module)(self.model.config)
             module._buffers.update(fresh._buffers)
             return
-        for name in missing:
-            shape = module._buffers[name].shape  # type: ignore[union-attr]
+        for name, shape in missing.items():
             if f"{path}.{name}" in self._files:
                 module._buffers[name] = self._tensor(f"{path}.{name}")
             elif name == "position_ids":
@@ -172,40 +169,36 @@ class LayeredModel:
             else:
                 raise UnsupportedModel(f"{path}.{name} is in no file: open this model whole.")
 
-    @contextmanager
-    def _loaded(self, path: str) -> Iterator[nn.Module]:
-        """A layer with its weights, which are freed when the block ends."""
+    def _load(self, path: str) -> None:
         layer = self._layers[path]
-        names = list(layer.state_dict())
-        layer.load_state_dict({name: self._tensor(f"{path}.{name}") for name in names}, assign=True)
+        layer.load_state_dict({name: self._tensor(f"{path}.{name}") for name in layer.state_dict()}, assign=True)
         layer.requires_grad_(False)
+
+    @contextmanager
+    def _loaded(self, path: str) -> Iterator[None]:
+        """A layer has its weights, which are freed when the block ends."""
+        self._load(path)
         try:
-            yield layer
+            yield
         finally:
-            layer.to("meta")
+            self._layers[path].to("meta")
 
     @contextmanager
     def _streaming(self) -> Iterator[None]:
         """Every layer has its weights while it runs, and its input is stored."""
-        holding: dict[nn.Module, Any] = {}
+        places = {layer: (number, path) for number, (path, layer) in enumerate(self._layers.items())}
 
-        def enter(number: int, path: str) -> Any:
-            def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-                tokens = first_tensor((*args, *kwargs.values()))
-                save_file({"tokens": tokens.contiguous()}, self._file(number))
-                holding[module] = self._loaded(path)
-                holding[module].__enter__()
-
-            return hook
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            number, path = places[module]
+            tokens = first_tensor((*args, *kwargs.values()))
+            save_file({"tokens": tokens.contiguous()}, self._file(number))
+            self._load(path)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            holding.pop(module).__exit__(None, None, None)
+            module.to("meta")
 
-        hooks = []
-        for number, (path, layer) in enumerate(self._layers.items()):
-            hooks.append(layer.register_forward_pre_hook(enter(number, path), with_kwargs=True))
-            hooks.append(layer.register_forward_hook(leave))
-        with temporary_hooks(hooks):
+        hooks = [layer.register_forward_pre_hook(enter, with_kwargs=True) for layer in places]
+        with temporary_hooks([*hooks, *(layer.register_forward_hook(leave) for layer in places)]):
             yield
 
     @contextmanager
@@ -218,7 +211,7 @@ class LayeredModel:
         with ExitStack() as stack:
             for path, layer in self._layers.items():
                 if path != chosen:
-                    stack.enter_context(changed(layer, forward=_pass_on))
+                    stack.enter_context(changed(layer, forward=lambda hidden, *args, **kwargs: hidden))
             hook = self._layers[chosen].register_forward_pre_hook(give, with_kwargs=True)
             with temporary_hooks([hook]), self._loaded(chosen):
                 yield
@@ -235,10 +228,6 @@ class _Table(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.rows[ids].float()
-
-
-def _pass_on(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return hidden
 
 
 def _apart(shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -32,8 +32,6 @@ class Convention:
             the output gate of the first head, then of the second, …; "latent": multi-head latent attention.
         norms: normalisations of queries and keys, where the block has them.
         after: modules behind the output projection that belong to the block and not to the map.
-        relative_bias: a table of relative position biases, where a block has one.
-        sinks: logits of learned sinks, where a block has them.
         more: further modules that are read, where a block has them.
         interleaved: rotary positions turn neighbouring coordinates.
         in_files: whether the projections determine the map, so that a block is also read from a weight file.
@@ -46,8 +44,6 @@ class Convention:
     layout: Layout = "separate"
     norms: tuple[str, str] = ("q_norm", "k_norm")
     after: tuple[str, ...] = ()
-    relative_bias: str = "relative_attention_bias"
-    sinks: str = "sinks"
     more: tuple[str, ...] = ()
     interleaved: bool = False
     in_files: bool = False

@@ -1,7 +1,11 @@
-"""Load a model from a folder, a GGUF file or a hub id without running code that comes with the weights."""
+"""Load a model from a folder, a GGUF file or a hub id without running code that comes with the weights.
+
+A folder may also hold a PEFT adapter: a few matrices, and the name of their base model.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 import warnings
@@ -11,29 +15,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file
 
 from howsmooth._util.common import file_digest, first_line, out_of_memory, printable
 from howsmooth._util.optional_deps import need
 from howsmooth._util.process_lock import alone
 from howsmooth._util.validation import shown
 from howsmooth.errors import HowsmoothError, InvalidInput, UnsupportedModel
-from howsmooth.models.built_folders import Built, built
 from howsmooth.models.checkpoint_files import (
     INDEX,
     WEIGHTS,
     StoredTensors,
     WeightMatch,
+    check_config,
+    check_counts,
+    check_free_memory,
+    check_size,
     read_checkpoint,
     shard_names,
     verified_content,
     weight_files,
 )
-from howsmooth.models.named_models import NAMED
-from howsmooth.models.size_checks import check_config, check_counts, check_free_memory, check_size
-from howsmooth.models.text_windows import without_panic
+from howsmooth.models.model_inputs import without_panic
+from howsmooth.models.named_models import NAMED, Built, built
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
 
 # Name of a model's main input → its processor in transformers.
 _PROCESSORS = {
@@ -49,6 +57,7 @@ _NOT_FROM_A_FILE = ("fusion_config", "transformers_weights", "auto_map")
 """Settings of config.json by which transformers would patch itself, read other files or run other code."""
 _LONGEST = 300
 """Maximum number of letters of a foreign name in an error."""
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 class Loaded(NamedTuple):
@@ -145,8 +154,8 @@ def _from_gguf(path: Path) -> tuple[Any, Any]:
 
 def _match(report: Mapping[str, Any]) -> WeightMatch:
     """The report of transformers on the weights it has loaded."""
-    mismatched = frozenset(each[0] for each in report["mismatched_keys"])
-    return WeightMatch(frozenset(report["missing_keys"]), frozenset(report["unexpected_keys"]), mismatched)
+    mismatched = {each[0] for each in report["mismatched_keys"]}
+    return WeightMatch(set(report["missing_keys"]), set(report["unexpected_keys"]), mismatched)
 
 
 def gguf_precision(path: Path) -> str:
@@ -288,8 +297,7 @@ def _put_in(model: Any, checkpoint: StoredTensors) -> WeightMatch:
     there = {slots[name].data_ptr() for name in fits}
     absent = {name for name, tensor in slots.items() if tensor.numel() and tensor.data_ptr() not in there}
     mismatched = (checkpoint.tensors.keys() & slots.keys()) - fits.keys()
-    strangers = checkpoint.tensors.keys() - slots.keys()
-    return WeightMatch(frozenset(absent - mismatched), frozenset(strangers), frozenset(mismatched))
+    return WeightMatch(absent - mismatched, checkpoint.tensors.keys() - slots.keys(), mismatched)
 
 
 def processor_of(source: str, reads: str, revision: Mapping[str, str] | None = None) -> Any:
@@ -364,3 +372,71 @@ def quiet() -> Iterator[None]:
         hub.set_verbosity(levels[1])
         if bars:
             logging.enable_progress_bar()
+
+
+def is_adapter(spec: str) -> bool:
+    """Whether a folder holds an adapter rather than a model."""
+    return os.path.isfile(Path(spec) / ADAPTER_CONFIG) and not os.path.isfile(Path(spec) / "config.json")
+
+
+def load_adapted(folder: str, head: bool = False) -> Loaded:
+    """The base model of an adapter, with the adapter merged into its weights.
+
+    The base model is searched under the name in the adapter, first as a path of its own and then beside the adapter;
+    the weights of both are read from safetensors only.
+    """
+    path = Path(folder)
+    base = base_of(path)
+    if not (path / ADAPTER_WEIGHTS).is_file():
+        raise InvalidInput(
+            f"the adapter {printable(folder)} has no {ADAPTER_WEIGHTS}: save it with safe_serialization=True."
+        )
+    peft: Any = need("peft", "an adapter")
+    refused: Exception | None = None
+    for with_head in (True, False):  # adapters name the modules of the model they were made for, with its head or not
+        try:
+            loaded = load_pretrained(base, head=with_head)
+            adapted = _merged(peft, loaded.model, path)
+        except HowsmoothError as error:
+            refused = refused or error
+            continue
+        whole = adapted if head or not with_head else adapted.base_model
+        note = f"the adapter {printable(folder)} is merged into the weights of {printable(base)}"
+        return Loaded(whole.eval(), loaded.processor, loaded.stored, (*loaded.notes, note))
+    raise InvalidInput(
+        f"the adapter {printable(folder)} is for the model {printable(base)}, which cannot be opened with it "
+        f"({str(refused).rstrip('.')}): put it there, or correct base_model_name_or_path in {ADAPTER_CONFIG}."
+    ) from refused
+
+
+def _merged(peft: Any, model: Any, path: Path) -> Any:
+    """The model with the adapter in its weights, once every matrix of the adapter has found its place."""
+    with quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            adapted = peft.PeftModel.from_pretrained(model, str(path), torch_device="cpu")
+            placed = peft.get_peft_model_state_dict(adapted)
+        except Exception as error:  # any error that adapter and model cause in PEFT
+            raise InvalidInput(f"the adapter does not fit: {first_line(error)}") from error
+    stored = load_file(path / ADAPTER_WEIGHTS)
+    alike = {name: torch.equal(stored[name].float(), placed[name].float()) for name in stored if name in placed}
+    misplaced = [name for name in stored if not alike.get(name)]
+    if misplaced or not stored:
+        first = printable(misplaced[0]) if misplaced else "an adapter without matrices"
+        raise InvalidInput(f"the model has no place for {first}")
+    return adapted.merge_and_unload()
+
+
+def base_of(folder: Path) -> str:
+    """The base model of an adapter."""
+    try:
+        base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError):
+        base = None
+    if not isinstance(base, str) or not base.strip():
+        raise InvalidInput(
+            f"the adapter {printable(str(folder))} does not say which model it is for: write "
+            f"base_model_name_or_path into its {ADAPTER_CONFIG}."
+        )
+    beside = folder / base
+    return str(beside) if not os.path.exists(base) and beside.is_dir() else base

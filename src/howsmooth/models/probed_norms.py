@@ -27,8 +27,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from howsmooth.errors import InvalidInput
 from howsmooth.models.forward_pass import record_calls, temporary_hooks
+from howsmooth.models.model_inputs import random_inputs
 from howsmooth.models.module_names import attention_site, find_blocks
-from howsmooth.models.self_check import random_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -14,10 +14,10 @@ import torch
 from howsmooth._util.common import first_line
 from howsmooth._util.process_lock import alone
 from howsmooth.errors import InvalidInput, UnsupportedModel
+from howsmooth.models.checkpoint_files import check_free_memory
+from howsmooth.models.model_inputs import SPECIAL
 from howsmooth.models.module_names import RANDOM_NAMES
 from howsmooth.models.pretrained_files import quiet
-from howsmooth.models.size_checks import check_free_memory
-from howsmooth.models.text_windows import SPECIAL
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,7 +65,9 @@ def random_model(spec: str, head: bool = False) -> PreTrainedModel:
 
     name, options = parse_random(spec)
     kind = _TYPES.get(name, name)
-    check_free_memory(_numbers(options), "this random model")
+    width = options["width"]
+    layers, tables = options["layers"] * (12 * width**2 + _OBJECTS), (options["length"] + 512) * width
+    check_free_memory(layers + tables, "this random model")
     with _drawing(options["seed"]):
         config = transformers.AutoConfig.for_model(kind, **_configuration(name, options), dtype=torch.float32)
         model = _class(name, head)(config)
@@ -106,12 +108,6 @@ def parse_random(spec: str) -> tuple[str, dict[str, int]]:
             f"a width of {options['width']} does not split into {options['heads']} heads of even width: change one."
         )
     return parsed["name"], options
-
-
-def _numbers(options: dict[str, int]) -> int:
-    """The approximate number of parameters: 12 width² per layer and the tables of words and positions."""
-    width = options["width"]
-    return options["layers"] * (12 * width**2 + _OBJECTS) + (options["length"] + 512) * width
 
 
 def _configuration(name: str, options: dict[str, int]) -> dict[str, Any]:
@@ -167,18 +163,18 @@ RANDOM_TWIN = "@random"
 
 
 @alone
-def random_twin(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
+def random_twin(model: PreTrainedModel) -> PreTrainedModel:
     """A model of the same configuration, drawn as its architecture draws weights before training.
 
     The difference between the two is the effect of training.
 
-    >>> model = random_model("random:gpt2[layers=1,width=16]")
-    >>> twin = random_twin(model, seed=1)
+    >>> model = random_model("random:gpt2[layers=1,width=16,seed=1]")
+    >>> twin = random_twin(model)
     >>> twin.config.n_layer, bool((twin.wte.weight == model.wte.weight).all())
     (1, False)
     """
     weight = next(model.parameters())
-    with _drawing(seed):
+    with _drawing(_DEFAULTS["seed"]):
         try:
             twin: Any = type(model)(copy.deepcopy(model.config))
         except (TypeError, ValueError, AttributeError) as error:

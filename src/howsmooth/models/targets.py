@@ -38,6 +38,7 @@ from howsmooth.models.closed_parts import (
 )
 from howsmooth.models.forward_pass import Call, RealTokens, recorded_calls, reference_mode, run_model, temporary_hooks
 from howsmooth.models.layer_wiring import ClosedLayer
+from howsmooth.models.model_inputs import Window
 from howsmooth.models.module_names import (
     CONVENTIONS,
     AttentionSite,
@@ -48,13 +49,13 @@ from howsmooth.models.module_names import (
     no_such_layer,
 )
 from howsmooth.models.open_source import OpenModel
-from howsmooth.models.text_windows import Window
 
 Function = Callable[[Tensor], Tensor]
 
 TARGETS = ("attention", "residual", "mlp", "layer", "prefix", "model", "logits")
 """The targets, from the smallest part to the whole."""
 _OF_MLPS = ("mlp", "residual")
+_NO_ARGUMENTS = Call(torch.empty(0), (), {})
 
 _MLPS = (
     ("mlp",),
@@ -101,6 +102,9 @@ class Targets:
     Args:
         mlps: whether inputs and outputs of MLPs are recorded, which "mlp" and "residual" need.
 
+    Attributes:
+        modules: the modules of the layers.
+
     >>> from howsmooth.models import open_model
     >>> opened = open_model("random:bert[layers=2,width=16]")
     >>> [window] = opened.windows("Down the rabbit hole", length=8, count=1, seed=0)
@@ -116,23 +120,18 @@ class Targets:
             raise InvalidInput("targets are measured without padding: cut the window to its real tokens.")
         listed = self.model.config.model_type in CONVENTIONS
         self._sites = None if listed else capture(self.model, self.inputs)
-        self._layers = self._layer_modules()
-        self._mlps = [_mlp(layer) if mlps else None for layer in self._layers]
+        self.modules = self._layer_modules()
+        self._mlps = [_mlp(layer) if mlps else None for layer in self.modules]
         self._calls: dict[nn.Module, Call] = {}
         self._outputs: dict[nn.Module, Tensor] = {}
         self._tail: list[tuple[nn.Module, Tensor, Tensor]] = []
         self._output: Any = None
-        self._closed = ClosedLayers(self.model.config.model_type, self._layers, self._attention)
+        self._closed = ClosedLayers(self.model.config.model_type, self.modules, self._attention)
 
     @property
     def layers(self) -> int:
         """The number of layers of the model."""
-        return len(self._layers)
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """The modules of the layers."""
-        return list(self._layers)
+        return len(self.modules)
 
     @property
     def sites(self) -> list[CapturedSite]:
@@ -182,7 +181,7 @@ class Targets:
             residual, x = self._residual(layer), self._input(layer)
             return ModelPart(residual, x, lambda: self._closed_residual(layer, residual)), x
         first = 0 if what == "prefix" else layer
-        chain, output = self._chain(self._layers[first : layer + 1]), self._outputs[self._layers[layer]]
+        chain, output = self._chain(self.modules[first : layer + 1]), self._outputs[self.modules[layer]]
         closed = partial(self._closed_series, range(first, layer + 1))
         return self._checked(what, chain, self._input(first), output, closed)
 
@@ -214,40 +213,35 @@ class Targets:
     def _bodies(self) -> list[nn.Module]:
         """The model without its head, and models inside it that hold its layers: OPT's head calls only the latter."""
         models = [module for module in self.model.base_model.modules() if hasattr(module, "base_model_prefix")]
-        return [module for module in models if self._layers[-1] in module.modules()]
+        return [module for module in models if self.modules[-1] in module.modules()]
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
         """Record inputs and outputs of the layers and their MLPs while the model runs."""
-        modules = [*self._layers, *(module for mlp in self._mlps if mlp for module in mlp)]
-        last = self._layers[-1]
+        modules = [*self.modules, *(module for mlp in self._mlps if mlp for module in mlp)]
+        recorded = {*modules, *self._bodies}
+        inside = {module for layer in self.modules for module in layer.modules()}
+        leaves = {m for m in self.model.modules() if m not in inside and not list(m.children())}
+        last = self.modules[-1]
 
         def on_exit(module: nn.Module, args: Any, output: Any) -> None:
-            self._outputs[module] = first_tensor(output)
-
-        def at_the_end(module: nn.Module, args: Any, output: Any) -> None:
-            self._output = output
-
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            if last in self._outputs and args and isinstance(output, Tensor) and isinstance(args[0], Tensor):
+            if module in recorded:
+                self._outputs[module] = first_tensor(output)
+            elif last in self._outputs and args and isinstance(output, Tensor) and isinstance(args[0], Tensor):
                 self._tail.append((module, args[0], output))
+            if module is self.model:
+                self._output = output
 
-        hooks = [module.register_forward_hook(on_exit) for module in [*modules, *self._bodies]]
-        inside = {module for layer in self._layers for module in layer.modules()}
-        leaves = [m for m in self.model.modules() if m not in inside and not list(m.children())]
-        hooks += [module.register_forward_hook(after) for module in leaves]
-        with (
-            temporary_hooks([*hooks, self.model.register_forward_hook(at_the_end)]),
-            recorded_calls(modules) as self._calls,
-        ):
+        hooks = [module.register_forward_hook(on_exit) for module in recorded | leaves | {self.model}]
+        with temporary_hooks(hooks), recorded_calls(modules) as self._calls:
             yield
 
     def _input(self, layer: int) -> Tensor:
-        return self._calls[self._layers[layer]].hidden[0].detach()
+        return self._calls[self.modules[layer]].hidden[0].detach()
 
     def _chain(self, modules: list[nn.Module]) -> Function:
-        """The modules one after the other, each called as the model called it."""
-        calls = [(module, self._calls[module]) for module in modules]
+        """The modules one after the other, each called as the model called it; those behind the layers on tokens."""
+        calls = [(module, self._calls.get(module, _NO_ARGUMENTS)) for module in modules]
 
         @alone
         def function(x: Tensor) -> Tensor:
@@ -275,7 +269,7 @@ class Targets:
 
     def _layer_run(self, layer: int) -> LayerRun:
         """A layer's own definition, its input and its output."""
-        module = self._layers[layer]
+        module = self.modules[layer]
         return self._chain([module]), self._input(layer), self._outputs[module]
 
     def _closed_layer(self, layer: int) -> ClosedLayer:
@@ -283,7 +277,7 @@ class Targets:
 
     def _closed_series(self, layers: range, tail: Sequence[nn.Module] = ()) -> ClosedMap:
         for layer in layers[1:]:
-            if not _same(self._outputs[self._layers[layer - 1]], self._calls[self._layers[layer]].hidden):
+            if not _same(self._outputs[self.modules[layer - 1]], self._calls[self.modules[layer]].hidden):
                 raise UnsupportedModel(f"something happens between layers {layer - 1} and {layer}.")
         compared = [ComparedLayer(self._closed, layer, *self._layer_run(layer)) for layer in layers]
         return Series(*compared, *closed_tail(tail))
@@ -332,7 +326,7 @@ class Targets:
         also when MLP and attention stand side by side (GPT-NeoX).
         """
         mlp = self._mlp_modules(layer)
-        run_layer = self._chain([self._layers[layer]])
+        run_layer = self._chain([self.modules[layer]])
         norm_last = self._ends_in_norm(layer)
 
         @alone
@@ -350,7 +344,7 @@ class Targets:
 
     def _ends_in_norm(self, layer: int) -> bool:
         """Whether the layer's output is the output of one of its normalisations."""
-        module = self._layers[layer]
+        module = self.modules[layer]
         outputs: list[Any] = []
         norms = [inner for inner in module.modules() if "norm" in type(inner).__name__.lower()]
         hooks = (norm.register_forward_hook(lambda norm, args, output: outputs.append(output)) for norm in norms)
@@ -367,24 +361,15 @@ class Targets:
             raise UnsupportedModel(f"{type(self.model).__name__} does not call its body: open it with head=False.")
         if wanted is None:
             raise InvalidInput("this model has no head that gives logits: open it with head=True, or measure 'model'.")
-        tensor, tail = self._outputs[self._layers[-1]], list[nn.Module]()
+        tensor, tail = self._outputs[self.modules[-1]], list[nn.Module]()
         for module, x, output in self._tail:
             if _same(tensor, wanted):
                 break
             if _same(x, tensor):
                 tail.append(module)
                 tensor = output
-        layers = self._chain(self._layers)
-
-        @alone
-        def function(x: Tensor) -> Tensor:
-            x = layers(x)[None]
-            for module in tail:
-                x = module(x)
-            return x[0]
-
         closed = partial(self._closed_series, range(self.layers), tail)
-        return self._checked(what, function, self._input(0), wanted, closed)
+        return self._checked(what, self._chain([*self.modules, *tail]), self._input(0), wanted, closed)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

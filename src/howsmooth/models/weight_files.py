@@ -11,7 +11,6 @@ import pickle
 import warnings
 from collections import UserDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,31 +30,6 @@ _MAX_DEPTH = 32
 
 # Tensors beside the projections without effect on the map: GPT-2's stored causal mask, the norm after BERT's block.
 _HARMLESS = ("bias", "masked_bias", "output.LayerNorm.weight", "output.LayerNorm.bias")
-
-
-@dataclass(frozen=True)
-class AttentionWeights:
-    """The matrices of one attention block, as in `torch.nn.Linear`, with its numbers of heads."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    output: Tensor | None
-    query_bias: Tensor | None
-    key_bias: Tensor | None
-    value_bias: Tensor | None
-    output_bias: Tensor | None
-    heads: int
-    kv_heads: int
-
-    @property
-    def head_width(self) -> int:
-        """Width k of a query."""
-        return self.query.shape[0] // self.heads
-
-    def attention(self, mask: LogitBias | Tensor | str | None = None, **options: Any) -> SelfAttention:
-        """The map with these weights; options as in `SelfAttention`."""
-        return SelfAttention(**vars(self), mask=mask, **options)
 
 
 def load_attention(
@@ -86,7 +60,7 @@ def load_attention(
     2
     """
     weights = read_attention_weights(path, prefix, heads, kv_heads=kv_heads, dtype=dtype, rotary="rotary" in options)
-    return weights.attention(mask, **options)
+    return SelfAttention(**weights, mask=mask, **options)
 
 
 def read_attention_weights(
@@ -97,8 +71,10 @@ def read_attention_weights(
     kv_heads: int | None = None,
     dtype: torch.dtype | None = None,
     rotary: bool = False,
-) -> AttentionWeights:
-    """The weights behind `load_attention`, for callers that need the head width before they can choose positions.
+) -> dict[str, Any]:
+    """Weights and numbers of heads of one attention block, as arguments of `SelfAttention`.
+
+    They are for callers that need the head width before they can choose positions.
 
     A file with tensors beside the projections that would change the map (normalised queries, extra keys, an adapter) is
     refused; stored rotary frequencies are accepted with ``rotary``, when the caller supplies them.
@@ -118,13 +94,14 @@ def read_attention_weights(
     *biases, output, output_bias = (stored.get(name) for name in convention.optional)
     if len(biases) == 1:
         biases = [None] * 3 if biases[0] is None else list(biases[0].chunk(3))
-    query_bias, key_bias, value_bias = biases
     if output is not None and convention.transposed:
         output = output.T
     kv_heads = _count("kv_heads", kv_heads, metadata)
     if kv_heads is None:  # shared keys show in the shapes: as many key features per head as query features
         kv_heads = max(1, heads * key.shape[0] // query.shape[0])
-    return AttentionWeights(query, key, value, output, query_bias, key_bias, value_bias, output_bias, heads, kv_heads)
+    arguments = {"query": query, "key": key, "value": value, "output": output, "output_bias": output_bias}
+    arguments |= zip(("query_bias", "key_bias", "value_bias"), biases, strict=True)
+    return arguments | {"heads": heads, "kv_heads": kv_heads}
 
 
 def load_tokens(path: str | Path, name: str | None = None) -> Tensor:

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import howsmooth as hs
-from howsmooth.models.text_windows import TokenisedText
+from howsmooth.models.model_inputs import TokenisedText
 from howsmooth.papers.experiment import CASTIN, Experiment, ExperimentOptions, Finding, Record, Rows
 from howsmooth.papers.experiment_inputs import RANDOM_BERT, RANDOM_GPT2, experiment_model, sites
 from howsmooth.papers.figure_style import (

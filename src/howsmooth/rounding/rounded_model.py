@@ -35,9 +35,8 @@ from howsmooth.attention import Rotary
 from howsmooth.attention.conversion import plain_map
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models import CapturedSite, capture
-from howsmooth.models.attention_interface import attention_computed_by, eager_attention
 from howsmooth.models.captured_sites import check_request
-from howsmooth.models.forward_pass import run_model
+from howsmooth.models.forward_pass import attention_computed_by, eager_attention, run_model
 from howsmooth.rounding.kv_cache import PARTS, Cache, Choice, key_rotary, read_back
 from howsmooth.rounding.number_formats import Format
 

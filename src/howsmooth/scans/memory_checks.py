@@ -10,7 +10,7 @@ from typing import Any
 from howsmooth._util.common import out_of_memory
 from howsmooth.errors import InvalidInput
 from howsmooth.models import OpenModel
-from howsmooth.models.size_checks import free_bytes
+from howsmooth.models.checkpoint_files import free_bytes
 
 _FLOAT = 4
 

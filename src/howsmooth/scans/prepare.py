@@ -10,8 +10,8 @@ from typing import Any
 
 from howsmooth.errors import InvalidInput
 from howsmooth.models import OpenModel, Targets, Window, open_model
-from howsmooth.models.in_memory import model_in_memory
-from howsmooth.models.input_files import file_named, joined_texts, read_input
+from howsmooth.models.model_inputs import file_named, joined_texts, read_input
+from howsmooth.models.open_source import model_in_memory
 from howsmooth.scans.memory_checks import check_fits, fitting
 from howsmooth.scans.plan import OF_SOFTMAX, CellBatch, make_plan
 from howsmooth.scans.scan_grammar import Selection, parse_lengths, parse_numbers, parse_what

@@ -565,9 +565,9 @@ def test_masks_of_transformers_are_read() -> None:
 
 @pytest.mark.slow
 def test_minilm_runs_with_replaced_attention(tmp_path: Path) -> None:
-    if not NAMED["minilm"].available("minilm"):
+    if not NAMED["minilm"].available():
         pytest.skip("MiniLM is not installed")
-    folder = NAMED["minilm"].locate("minilm")
+    folder = NAMED["minilm"].locate()
     for kind in ("l2", "contractive-l2"):
         model = transformers.AutoModel.from_pretrained(folder, local_files_only=True)
         replace_attention(model, kind).train()

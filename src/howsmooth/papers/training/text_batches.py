@@ -38,7 +38,7 @@ from torch import Tensor
 
 from howsmooth._util.validation import Count, Seed, Size, check_fields, check_tensor, validated
 from howsmooth.errors import InvalidInput
-from howsmooth.models.input_files import decoded, read_content
+from howsmooth.models.model_inputs import decoded, read_content
 
 TRAINED_SHARE = 0.9
 START = 0

@@ -9,10 +9,10 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from howsmooth.cli.set_options import layer_tokens, tokens_before
-from howsmooth.cli.source_options import AttentionOptions, Request
+from howsmooth.cli.source_options import MapOptions, layer_tokens
 from howsmooth.errors import InvalidInput
 from howsmooth.models import attention_inputs
+from howsmooth.models.probed_norms import norm_before
 from howsmooth.sets import Normalised
 from howsmooth.sets.ellipsoid import Ellipsoid
 
@@ -25,6 +25,11 @@ MODELS = {
     "gpt_neox": (transformers.GPTNeoXModel, transformers.GPTNeoXConfig(**SIZES)),
     "t5": (transformers.T5EncoderModel, transformers.T5Config(**T5)),
 }
+
+
+def tokens_before(model: transformers.PreTrainedModel, layer: int) -> Ellipsoid:
+    norm, x = norm_before(model, layer)
+    return Ellipsoid.after(norm, x.shape[-1])
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -64,8 +69,8 @@ def test_a_file_says_its_normalisation_beside_the_attention(bias: bool, make: ob
     drawn |= {f"h.{i}.ln_1.weight": torch.rand(8) + 1 + i for i in (0, 1)}
     drawn |= {f"h.{i}.ln_1.bias": torch.rand(8) for i in (0, 1) if bias}
     save_file(drawn, tmp_path / "w.safetensors")
-    request = Request(str(tmp_path / "w.safetensors"), prefix="h.1.attn")
-    found = layer_tokens(request.open(AttentionOptions(heads=2, length=1)), request)
+    options = MapOptions(str(tmp_path / "w.safetensors"), prefix="h.1.attn", heads=2, length="1")
+    found = layer_tokens(options.open())
     expected = make(drawn["h.1.ln_1.weight"], drawn.get("h.1.ln_1.bias"))  # type: ignore[operator]
     assert torch.equal(found.axes, expected.axes)
     assert torch.equal(found.centre, expected.centre)
@@ -80,14 +85,13 @@ def test_gains_of_a_file_are_those_of_its_model_or_cover_both(
     save_file(names | {"model.layers.0.input_layernorm.weight": gain}, tmp_path / "w.safetensors")
     if kind is not None:
         (tmp_path / "config.json").write_text(f'{{"model_type": "{kind}"}}')
-    request = Request(str(tmp_path / "w.safetensors"))
-    found = layer_tokens(request.open(AttentionOptions(heads=2, length=1)), request)
+    found = layer_tokens(MapOptions(str(tmp_path / "w.safetensors"), heads=2, length="1").open())
     wide = torch.maximum(gain.double().abs(), (1 + gain.double()).abs())
     assert torch.equal(found.axes.diagonal(), wide if extra is None else extra + gain.double())
     assert ("w or 1 + w" in found.origin) == (extra is None)
 
 
 def test_random_weights_have_no_normalisation() -> None:
-    request = Request("random")
+    site = MapOptions("random", width=8, length="1").open()
     with pytest.raises(InvalidInput, match="holds no normalisation"):
-        layer_tokens(request.open(AttentionOptions(width=8, length=1)), request)
+        layer_tokens(site)
