@@ -17,7 +17,7 @@ from howsmooth._util.display import grid
 from howsmooth._util.validation import check_positive, validated
 from howsmooth.errors import InvalidInput
 from howsmooth.scans.scan_result import Scan
-from howsmooth.scans.store_reader import StoreRow
+from howsmooth.scans.scan_store import StoreRow
 
 _IN_NOTEBOOK = 20
 LIMIT = 2.0

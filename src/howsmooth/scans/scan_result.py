@@ -17,8 +17,7 @@ from howsmooth._util.optional_deps import need
 from howsmooth._util.sqlite_files import MEMORY
 from howsmooth._util.validation import validated
 from howsmooth.scans.plan import ScanCell
-from howsmooth.scans.scan_store import Store
-from howsmooth.scans.store_reader import StoreRow
+from howsmooth.scans.scan_store import Store, StoreRow
 
 if TYPE_CHECKING:
     import pandas

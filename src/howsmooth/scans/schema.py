@@ -1,4 +1,4 @@
-"""The tables of a store, version by version, and the checksums that tell its rows from others.
+"""The tables of a store, and the checksums that tell its rows from others.
 
 Every row carries 64 bits of BLAKE2b over its columns, written as JSON: a number that was changed by anything but a scan
 is found when it is read. A scan also counts its cells and keeps the exclusive or of their checksums, and of that of the
@@ -16,9 +16,6 @@ from typing import Any
 
 from howsmooth._util.sqlite_files import FileFormat
 
-VERSION = 3
-"""The user_version of stores that are written. Those of version 0 have no checksums, those of version 1 no relative
-condition, those of version 2 no checksum of the shard that they are; all can be read."""
 PLACE = {
     "what": "TEXT NOT NULL",
     "layer": "INTEGER",
@@ -60,79 +57,32 @@ COLUMNS: dict[str, dict[str, str]] = {
     },
 }
 """Table → the columns under its checksum, in that order."""
-ADDED: dict[str, dict[str, int]] = {
-    "scans": {"pending": 1, "cells": 1, "tally": 1},
-    "windows": {},
-    "cells": {"energy_sum": 1, "relative": 2},
-    "shards": {},
-}
-"""Table → columns that came later, beside the checksum of version 1, with the first version that has them."""
-WITH_SHARDS = 3
-"""The first version whose shards stand among the tables with checksums."""
 
 
-def tables(version: int) -> tuple[str, ...]:
-    """The tables that every store of a version has."""
-    return tuple(name for name in COLUMNS if name != "shards" or version >= WITH_SHARDS)
+def _typed(table: str) -> str:
+    return ", ".join(f'"{name}" {kind}' for name, kind in COLUMNS[table].items())
 
 
-def has(version: int, table: str, column: str) -> bool:
-    """Whether stores of a version have a column."""
-    return ADDED[table].get(column, 0) <= version
-
-
-def _typed(columns: Mapping[str, str], version: int = VERSION) -> str:
-    """Columns of cells, or of tables that all versions with checksums have, as far as a version has them."""
-    return ", ".join(f'"{name}" {kind}' for name, kind in columns.items() if has(version, "cells", name))
-
-
-_INDEX = "CREATE UNIQUE INDEX cell ON cells (scan, what, ifnull(layer, -1), ifnull(head, -1), length, window);"
-"""NULL differs from NULL in a key, so that missing layers and heads are written as -1 there."""
-
-
-_SHARDS = f"""CREATE TABLE shards ({_typed(COLUMNS["shards"])}, checksum INTEGER NOT NULL,
-    FOREIGN KEY (scan) REFERENCES scans ON DELETE CASCADE);"""
-
-
-def _with_checksums(version: int) -> str:
-    return f"""
-CREATE TABLE scans ({_typed(COLUMNS["scans"])}, checksum INTEGER NOT NULL,
+# The tables of a store are compared letter by letter with these. NULL differs from NULL in a key, so that missing
+# layers and heads are written as -1 in the index.
+_TABLES = f"""
+CREATE TABLE scans ({_typed("scans")}, checksum INTEGER NOT NULL,
     UNIQUE (model_sha256, text_sha256, pending));
-CREATE TABLE windows ({_typed(COLUMNS["windows"])}, checksum INTEGER NOT NULL,
+CREATE TABLE windows ({_typed("windows")}, checksum INTEGER NOT NULL,
     PRIMARY KEY (scan, length, window), FOREIGN KEY (scan) REFERENCES scans ON DELETE CASCADE) WITHOUT ROWID;
-CREATE TABLE cells (checksum INTEGER NOT NULL, {_typed(COLUMNS["cells"], version)}, input_energy TEXT,
+CREATE TABLE cells (checksum INTEGER NOT NULL, {_typed("cells")}, input_energy TEXT,
     FOREIGN KEY (scan) REFERENCES scans ON DELETE CASCADE,
     FOREIGN KEY (scan, length, window) REFERENCES windows);
-{_INDEX}
-{_SHARDS if version >= WITH_SHARDS else ""}
+CREATE UNIQUE INDEX cell ON cells (scan, what, ifnull(layer, -1), ifnull(head, -1), length, window);
+CREATE TABLE shards ({_typed("shards")}, checksum INTEGER NOT NULL,
+    FOREIGN KEY (scan) REFERENCES scans ON DELETE CASCADE);
 """
-
-
-_SCHEMAS = {
-    # The spelling of a version is compared letter by letter with the stores that have it.
-    0: f"""
-CREATE TABLE scans (
-    id INTEGER PRIMARY KEY, model TEXT NOT NULL, model_sha256 TEXT NOT NULL, precision TEXT NOT NULL,
-    text TEXT NOT NULL, text_sha256 TEXT NOT NULL, settings TEXT NOT NULL, howsmooth TEXT NOT NULL,
-    UNIQUE (model_sha256, text_sha256));
-CREATE TABLE windows (
-    scan INTEGER NOT NULL REFERENCES scans ON DELETE CASCADE, length INTEGER NOT NULL, window INTEGER NOT NULL,
-    start INTEGER NOT NULL, tokens TEXT NOT NULL, PRIMARY KEY (scan, length, window)) WITHOUT ROWID;
-CREATE TABLE cells (
-    scan INTEGER NOT NULL REFERENCES scans ON DELETE CASCADE,
-    {_typed(PLACE | NUMBERS, 0)},
-    FOREIGN KEY (scan, length, window) REFERENCES windows);
-{_INDEX}
-""",
-    **{version: _with_checksums(version) for version in range(1, VERSION + 1)},
-}
-
-
 STORE = FileFormat(
     name="store",
     writer="scan",
     application_id=0x68736D31,  # "hsm1"
-    schemas=tuple(_SCHEMAS.items()),
+    version=3,
+    tables=_TABLES,
     remedy="`howsmooth report {path} --salvage` keeps what is whole",
 )
 
@@ -165,26 +115,9 @@ def _stored(value: Any, kind: str) -> Any:
     return int(value)
 
 
-def fault(table: str, values: Sequence[Any], kept: int | None, version: int = VERSION) -> str:
-    """The fault of a row, or "": a wrong checksum, or without checksums a wrong type."""
-    if kept is not None:
-        known = [value for name, value in zip(COLUMNS[table], values, strict=True) if has(version, table, name)]
-        try:
-            return "" if checksum(known) == kept else "is not what was written: its checksum differs"
-        except TypeError:  # bytes where text was
-            return "is not what was written: a column holds bytes"
-    for (name, kind), value in zip(COLUMNS[table].items(), values, strict=True):
-        if name not in ADDED[table] and not _fits(value, kind):
-            return f"cannot be read: {name} is {value!r:.40}"
-    return ""
-
-
-_PYTHON = {"TEXT": str, "REAL": float, "INTEGER": int}
-
-
-def _fits(value: Any, kind: str) -> bool:
-    if value is None:
-        return not kind.endswith("NOT NULL")
-    if not isinstance(value, _PYTHON[kind.split()[0]]):
-        return False
-    return not isinstance(value, str) or not any("\ud800" <= letter <= "\udfff" for letter in value)
+def fault(values: Sequence[Any], written: int) -> str:
+    """The fault of a row with a wrong checksum, or ""."""
+    try:
+        return "" if checksum(values) == written else "is not what was written: its checksum differs"
+    except TypeError:  # bytes where text was
+        return "is not what was written: a column holds bytes"

@@ -127,8 +127,8 @@ def note_shard(store: Store, scan: int, shard: Shard | None) -> None:
 def read_shards(path: Path) -> list[Shard]:
     """The parts that a store records; none for a store that was not made from shards."""
     with Store.reading(path) as store:
-        of = {row["id"]: row for row in store._scans()}
+        of = {row["id"]: row for row in store.identities()}
         return [
-            Shard(number, count, of[scan]["model_sha256"], of[scan]["text_sha256"], plan, cells, of[scan]["cells"] or 0)
+            Shard(number, count, of[scan]["model_sha256"], of[scan]["text_sha256"], plan, cells, of[scan]["cells"])
             for scan, (number, count, plan, cells) in store.shards().items()
         ]
