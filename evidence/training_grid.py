@@ -13,7 +13,7 @@ import torch
 
 from evidence.real_heads import shared_folder
 from evidence.tables import FOLDER, table
-from howsmooth.bounds.own.l2_bounds import average_lip_2, lower_2
+from howsmooth.bounds.l2_bounds import average_lip_2, lower_2
 from howsmooth.models import alice
 from howsmooth.papers.training import Corpus, Grid, TrainingSettings, run_grid
 from howsmooth.papers.training.grid import COMPARED_KINDS, GridProgress, gap_closed, mean_bits, write_table

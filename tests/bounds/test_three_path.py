@@ -13,7 +13,7 @@ import howsmooth as hs
 from evidence.attention_cases import KINDS, MASKS, grid, tokens
 from howsmooth import models
 from howsmooth.attention import AttentionMap
-from howsmooth.bounds.own.three_path import (
+from howsmooth.bounds.point_bounds import (
     cross_norm,
     diagonal_norm,
     key_weights,

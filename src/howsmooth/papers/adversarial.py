@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.bounds import castin2024, get
+from howsmooth.bounds import get, lower_bounds
 from howsmooth.papers.experiment import CASTIN, Experiment, ExperimentOptions, Finding, Record, Rows
 from howsmooth.papers.experiment_inputs import attention_block
 from howsmooth.papers.figure_style import finish, lines, median_bands, model_label, panels, reference_line
@@ -33,7 +33,7 @@ def run(options: ExperimentOptions, cell: Record) -> list[Record]:
     attention = attention.in_dtype(torch.float64)
     one = hs.measure_heads(attention, torch.zeros(1, attention.in_features, dtype=torch.float64)).value
     alone = [attention.head(head) for head in range(min(cell["heads"], attention.heads))]
-    eigenpairs = castin2024.real_eigenpairs(attention)
+    eigenpairs = lower_bounds.real_eigenpairs(attention)
     rows = []
     for n in cell["lengths"]:
         ends = {

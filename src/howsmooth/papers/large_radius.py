@@ -6,7 +6,7 @@ import torch
 from matplotlib.figure import Figure
 
 import howsmooth as hs
-from howsmooth.bounds import castin2024
+from howsmooth.bounds import lower_bounds
 from howsmooth.papers.experiment import CASTIN, Experiment, ExperimentOptions, Finding, Record, Rows
 from howsmooth.papers.figure_style import finish, line, panels, reference_line
 
@@ -30,7 +30,7 @@ def run(options: ExperimentOptions, cell: Record) -> list[Record]:
     head = hs.SelfAttention.from_bilinear(a, v, mask=cell["mask"])
     x = torch.randn(_TOKENS, _WIDTH, dtype=torch.float64, generator=generator)
     x = x / x.norm(dim=1).amax()
-    limit = float(castin2024.large_radius_limit(head, x).amax())
+    limit = float(lower_bounds.large_radius_limit(head, x).amax())
     common = {"seed": cell["seed"], "mask": cell["mask"] or "no mask", "limit": limit}
     return [common | {"R": r, "sigma": float(hs.measure(head, r * x).value)} for r in cell["radii"]]
 

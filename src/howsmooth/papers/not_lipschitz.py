@@ -7,7 +7,7 @@ import math
 from matplotlib.figure import Figure
 
 import howsmooth as hs
-from howsmooth.bounds import kim2021
+from howsmooth.bounds import l2_bounds
 from howsmooth.papers.experiment import KIM, Experiment, ExperimentOptions, Finding, Record, Rows
 from howsmooth.papers.experiment_inputs import ONE
 from howsmooth.papers.figure_style import finish, line, panels
@@ -21,7 +21,7 @@ def cells(options: ExperimentOptions) -> list[Record]:
 
 def run(options: ExperimentOptions, cell: Record) -> list[Record]:
     """The largest row sum ‖J‖_∞ and σ_max, for dot-product and for tied L2 attention, A = V = W = 1."""
-    x = kim2021.not_lipschitz_witness(cell["n"], cell["t"])
+    x = l2_bounds.not_lipschitz_witness(cell["n"], cell["t"])
     dot, l2 = hs.SelfAttention.from_bilinear(ONE, ONE), hs.L2SelfAttention(ONE, ONE)
     return [
         cell
@@ -45,7 +45,7 @@ def judge(rows: Rows) -> Finding:
     """‖J‖_∞ of dot-product attention is at least 1 + t²(n−1)/n; that of L2 attention stays below its bound."""
     dot, l2 = (rows[rows["attention"] == name] for name in ("dot-product", "L2, tied"))
     held = bool((dot["infinity"] >= dot["theorem"] * (1 - 1e-9)).all())
-    bounded = all(row["infinity"] <= 4 * kim2021.phi_inverse(row["n"] - 1) + 1 for _, row in l2.iterrows())
+    bounded = all(row["infinity"] <= 4 * l2_bounds.phi_inverse(row["n"] - 1) + 1 for _, row in l2.iterrows())
     return Finding.of(
         held and bounded,
         f"dot-product: ‖J‖_∞ from {dot['infinity'].min():.3g} to {dot['infinity'].max():.3g}, at least "

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.own.three_path import TINY, root
+from howsmooth.bounds.point_bounds import TINY, root
 from howsmooth.bounds.three_paths import Paths
 from howsmooth.certificates.ball.weight_perturbation import exponential_mean
 from howsmooth.numerics.roundoff import gamma

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.own.three_path import TINY
+from howsmooth.bounds.point_bounds import TINY
 from howsmooth.numerics.roundoff import gamma
 
 _STEPS = 30

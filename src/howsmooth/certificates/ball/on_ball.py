@@ -16,7 +16,7 @@ from torch import Tensor
 
 from howsmooth._util.validation import check_count
 from howsmooth.attention import AttentionMap
-from howsmooth.bounds.own.neighbourhood import three_path_ball_of
+from howsmooth.bounds.neighbourhood import three_path_ball_of
 from howsmooth.bounds.question_setting import Setting
 from howsmooth.certificates.ball.block_ball import LIMIT, BlockBall
 from howsmooth.certificates.ball.head_ball import HeadBall

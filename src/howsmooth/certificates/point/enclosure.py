@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import AttentionMap
-from howsmooth.bounds.own.three_path import three_path_of
+from howsmooth.bounds.point_bounds import three_path_of
 from howsmooth.certificates.ball.norm_of_head_sum import norm_of_head_sum
 from howsmooth.certificates.point.block_gram import StackedHeads
 from howsmooth.certificates.point.head_gram import HeadBlocks, HeadsAt

@@ -2,7 +2,7 @@ r"""L2 attention divided by its own Lipschitz bound: a layer with a constant of 
 
 The bound depends on the weights, on n and on the mask. In the 2-norm it is `block_lip_2`: two spectral norms times
 the constant κ(n) of the Gaussian average. In the ∞-norm, which Kim, Papamakarios and Mnih (2021) divide by, it is
-`howsmooth.bounds.own.l2_bounds.l2_lip_inf` or the paper's own `howsmooth.bounds.kim2021.lip_inf`, a thousand times
+`howsmooth.bounds.l2_bounds.l2_lip_inf` or the paper's own `howsmooth.bounds.l2_bounds.lip_inf`, a thousand times
 larger.
 """
 
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from howsmooth._util.validation import check_count, check_positive, validated
 from howsmooth.attention.logit_terms import as_mask
-from howsmooth.bounds import get, kim2021, l2_bounds, setting
-from howsmooth.bounds.own.l2_bounds import balanced, block_lip_2, mixing_matrix
+from howsmooth.bounds import get, l2_bounds, setting
+from howsmooth.bounds.l2_bounds import balanced, block_lip_2, mixing_matrix
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn.layers.attention_layer import Mask, NormOrder, as_norm, check_length, without_autocast
 from howsmooth.nn.layers.call_masks import CallMasks
@@ -136,7 +136,7 @@ class ContractiveL2Attention(L2Attention):
                 tied, mixed = balanced(weights[0], mixing)
                 size = self.tied_norm(tied, follow) * self.mixing_norm(mixed, follow) / self.temperature
                 return lambda n: average_2(masks, n) * size
-            form = l2_bounds.l2_lip_inf if self.bound == "howsmooth" else kim2021.lip_inf
+            form = l2_bounds.l2_lip_inf if self.bound == "howsmooth" else l2_bounds.lip_inf
             return lambda n: form(*weights, masks.terms.most_seen(n))
 
     def _counts(self, masks: CallMasks) -> list[int]:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from howsmooth.attention import L2SelfAttention
 from howsmooth.attention.logit_terms import as_mask
 from howsmooth.attention.masks import Sight
-from howsmooth.bounds.own.l2_bounds import average_lip_2, block_lip_2, mixing_matrix
+from howsmooth.bounds.l2_bounds import average_lip_2, block_lip_2, mixing_matrix
 from howsmooth.nn.layers.attention_layer import (
     Mask,
     NormOrder,

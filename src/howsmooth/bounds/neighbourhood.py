@@ -41,9 +41,8 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import AttentionMap
-from howsmooth.bounds.assumptions import LINEAR, NO_SOFTCAP
-from howsmooth.bounds.catalogue import theorem
-from howsmooth.bounds.own.three_path import (
+from howsmooth.bounds.catalogue import LINEAR, NO_SOFTCAP, theorem
+from howsmooth.bounds.point_bounds import (
     nonnegative_norm,
     nowhere_nan,
     psd_norm,

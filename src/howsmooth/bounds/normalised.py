@@ -17,6 +17,9 @@ most n. Without masks and positions logits differ by at most :math:`2\ell_q\ell_
 A normalisation :math:`x \mapsto c\,g\circ x/\sqrt{|x|^2+\varepsilon}` has length below :math:`c\max|g|` and a
 derivative of norm at most :math:`c\max|g|/\sqrt{|x|^2+\varepsilon} \le c\max|g|\,\varepsilon^{-1/2}`; a bias before it
 changes neither. Rotary positions are isometries up to their amplitude.
+
+For scaled cosine attention there is also the bound of Qi et al., *LipsFormer: Introducing Lipschitz Continuity to
+Vision Transformers*, ICLR 2023 (arXiv 2304.09856).
 """
 
 from __future__ import annotations
@@ -28,10 +31,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from howsmooth.attention import AttentionMap, Rotary, UnitNorm
+from howsmooth.attention import AttentionMap, CosineAttention, Rotary, UnitNorm
 from howsmooth.attention.stages import Scale
-from howsmooth.bounds.assumptions import FINITE, LINEAR_VALUES, NO_PLACES
-from howsmooth.bounds.catalogue import Assumption, theorem
+from howsmooth.bounds.catalogue import FINITE, LINEAR_VALUES, NO_PLACES, NO_ROTARY, Assumption, theorem
 from howsmooth.bounds.head_constants import value_matrices
 from howsmooth.bounds.question_setting import Setting
 from howsmooth.norms.small_matrices import spectral
@@ -138,7 +140,7 @@ POSITIVE_EPS = Assumption("the normalisation has ε > 0", _positive_eps)
     kinds=("cosine",),
     assumptions=(FINITE, VALUES_NORMALISED, POSITIVE_EPS),
 )
-def _cosine(where: Setting, folded: bool, every_n: bool = False) -> Tensor:
+def _own_cosine(where: Setting, folded: bool, every_n: bool = False) -> Tensor:
     attention = where.map
     query, key = queries_and_keys(attention, None)
     value = Reach.of(attention.per_head(attention.value_weight), None, attention.value_stages, None)
@@ -160,3 +162,43 @@ def _qk_norm(where: Setting, folded: bool) -> Tensor:
     value = value_matrices(where.map, folded)
     spread = where.tokens.reach * spectral(value @ where.tokens.axes)
     return normalised(spectral(value), spread, query, key, where.count**0.5)
+
+
+REFERENCE = "Qi et al. 2023"
+
+
+def cosine(query: Tensor, key: Tensor, value: Tensor, nu: float, tau: float, eps: float, n: float) -> Tensor:
+    r"""For all inputs: :math:`n^2\nu\tau\varepsilon^{-1/2}\|K\| + n\nu\tau\varepsilon^{-1/2}\|Q\| +
+    2n\nu\varepsilon^{-1/2}\|V\|`.
+
+    It follows, term by term, from `normalised`, never larger, which needs no more: so it also
+    holds with biases (they are inside the normalisation) and under any mask. It needs normalised values: without, the
+    score path grows with the tokens.
+
+    Args:
+        query, key, value: ‖Q‖, ‖K‖, ‖V‖ of each head. nu, tau, eps: value scale, temperature, ε.
+
+    >>> import torch
+    >>> one = torch.ones(1)
+    >>> float(cosine(one, one, one, nu=1.0, tau=1.0, eps=0.25, n=2))  # 2·(4 + 2 + 4)
+    20.0
+    """
+    return nu * eps**-0.5 * (n**2 * tau * key + n * tau * query + 2 * n * value)
+
+
+@theorem(
+    "qi2023.cosine",
+    r"n^2\nu\tau\varepsilon^{-1/2}\|K\|+n\nu\tau\varepsilon^{-1/2}\|Q\|+2n\nu\varepsilon^{-1/2}\|V\|",
+    reference=REFERENCE,
+    scope="global",
+    kinds=("cosine",),
+    assumptions=(FINITE, VALUES_NORMALISED, POSITIVE_EPS, NO_ROTARY),
+)
+def _cosine(where: Setting, folded: bool) -> Tensor:
+    attention = where.map
+    assert isinstance(attention, CosineAttention)
+    weights = (attention.query_weight, attention.key_weight, attention.value_weight)
+    query, key, value = (attention.per_head(spectral(weight.double())) for weight in weights)
+    output = spectral(attention.output_weight.double()) if folded else 1.0
+    nu, tau = abs(attention.value_scale), abs(attention.temperature)
+    return output * cosine(query, key, value, nu, tau, attention.eps, where.count)
