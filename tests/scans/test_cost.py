@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from howsmooth.scans.cost import CostLaw, duration_text, makespan, predict
-from howsmooth.scans.prepare import prepare
+from howsmooth.scans.run import prepare
 from howsmooth.scans.scan_options import ScanOptions
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from howsmooth.engines.worker import WorkerMisconfigured
+from howsmooth.engines.dispatch import WorkerMisconfigured
 from howsmooth.errors import InvalidInput
 from howsmooth.models import open_model
 from howsmooth.scans import Scan, run, units

@@ -22,7 +22,7 @@ from howsmooth.cli.options import AsJson, Figure, command, output_option, what_o
 from howsmooth.cli.set_options import OVER, norm_image
 from howsmooth.cli.source_options import AttentionOptions, MapAtTokens, Request
 from howsmooth.errors import InvalidInput
-from howsmooth.scans.scan_grammar import parse_lengths
+from howsmooth.scans.plan import parse_lengths
 from howsmooth.sets import Around, InputSet, Point, SetText, Tokens
 
 _NOTHING_BEYOND = {

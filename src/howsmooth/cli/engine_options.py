@@ -76,9 +76,9 @@ def print_plan(model: str, out: Path, wanted: dict[str, Any], workers: ScanEngin
     import torch
 
     from howsmooth.scans.cost import predict, sbatch_script
-    from howsmooth.scans.prepare import prepare
+    from howsmooth.scans.run import prepare
     from howsmooth.scans.scan_options import ScanOptions
-    from howsmooth.scans.shards import parse_shard
+    from howsmooth.scans.units import parse_shard
 
     options = {name: value for name, value in wanted.items() if name not in ("reference", "device", "dtype")}
     text, lengths = options.pop("text", None), options.pop("length", None)

@@ -35,7 +35,7 @@ from howsmooth.cli.options import (
     where_option,
 )
 from howsmooth.errors import HowsmoothError, InvalidInput
-from howsmooth.scans.shards import parse_shard
+from howsmooth.scans.units import parse_shard
 
 EXPORTS = {".csv": "to_csv", ".parquet": "to_parquet", ".json": "to_json"}
 

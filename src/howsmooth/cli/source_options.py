@@ -43,7 +43,7 @@ from howsmooth.models.input_files import read_input
 from howsmooth.models.open_source import names_model
 from howsmooth.models.random_models import random_name
 from howsmooth.models.weight_files import SUFFIXES, load_tokens, read_attention_weights, read_tensors
-from howsmooth.scans.scan_grammar import Selection, parse_what
+from howsmooth.scans.plan import Selection, parse_what
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

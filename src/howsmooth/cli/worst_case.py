@@ -22,7 +22,7 @@ from howsmooth.cli.replay import remember
 from howsmooth.cli.set_options import OVER, layer_tokens, norm_image
 from howsmooth.cli.source_options import AttentionOptions, MapAtTokens, Request
 from howsmooth.errors import InvalidInput
-from howsmooth.scans.scan_grammar import parse_lengths
+from howsmooth.scans.plan import parse_lengths
 from howsmooth.search.sandwich_result import Sandwich
 from howsmooth.search.sandwich_search import sandwich
 from howsmooth.sets import Around, InputSet, SetText

@@ -24,8 +24,7 @@ from scipy.optimize import nnls
 
 from howsmooth._util.validation import Count, check_numbers, validated
 from howsmooth.models import OpenModel, Targets, Window
-from howsmooth.scans.cell_values import measure_batch
-from howsmooth.scans.memory_checks import ModelSizes, least_bytes
+from howsmooth.scans.cell_values import ModelSizes, least_bytes, measure_batch
 from howsmooth.scans.plan import CellBatch
 from howsmooth.scans.scan_options import ScanSettings
 from howsmooth.scans.units import split

@@ -23,7 +23,7 @@ from howsmooth._util.validation import validated
 from howsmooth.errors import InvalidInput
 from howsmooth.scans.scan_store import KEY, Store, StoreRow, named, put, put_window, update_scan
 from howsmooth.scans.schema import COLUMNS, STORE
-from howsmooth.scans.shards import Shard, read_shards
+from howsmooth.scans.units import Shard, read_shards
 
 _SAME = {"precision": "precision", "settings": "settings", "howsmooth": "version of howsmooth"}
 """Columns in which scans of one model on one text must agree to be one scan, in words."""

@@ -1,12 +1,153 @@
-"""The plan of a scan: batches of cells that are measured together."""
+"""The plan of a scan: a small language for what is measured, and the batches of cells that are measured together.
+
+Selections are written ``0,2-4``, ``8,16,…,512`` and ``head[layers=0-5,heads=3]``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
+from howsmooth._util.validation import shown
 from howsmooth.errors import InvalidInput, UnsupportedModel
-from howsmooth.scans.scan_grammar import Selection
+from howsmooth.models.targets import TARGETS
+
+SCANNED = ("head", *TARGETS)
+"""The kinds of maps that a scan measures: every head, and the targets of `howsmooth.models.target`."""
+_PLURALS = {"heads": "head", "layers": "layer", "prefixes": "prefix", "mlps": "mlp", "block": "attention"}
+_PARAMETERS = ("layers", "heads", "lengths")
+_DOTS = ("…", "...")
+_NUMBER = "[0-9]{1,12}"
+_LARGEST = 10**12
+_MOST = 100_000
+"""More layers, heads or lengths than anything has: a range is not written out further."""
+Numbers = str | int | Iterable[int]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """One kind of map and where to measure it; None means everywhere."""
+
+    what: str
+    layers: tuple[int, ...] | None = None
+    heads: tuple[int, ...] | None = None
+    lengths: tuple[int, ...] | None = None
+
+
+def parse_numbers(text: Numbers, name: str = "layers") -> tuple[int, ...]:
+    """Numbers from 0 and ranges with both ends, in rising order.
+
+    >>> parse_numbers("0,2-4"), parse_numbers([3, 1])
+    ((0, 2, 3, 4), (1, 3))
+    """
+    wrong = InvalidInput(f"{name} are numbers and rising ranges such as 0,2-4, got {shown(text)}.")
+    if not isinstance(text, str):
+        return _rising(text, wrong)
+    numbers: set[int] = set()
+    for piece in text.split(","):
+        match = re.fullmatch(rf"\s*({_NUMBER})\s*(?:-\s*({_NUMBER})\s*)?", piece)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if first > last:
+            raise wrong
+        if last > _MOST:
+            raise InvalidInput(f"no model has {name} up to {last}: name those that are there, for example 0,2-4.")
+        numbers |= set(range(first, last + 1))
+    return tuple(sorted(numbers))
+
+
+def parse_lengths(text: Numbers) -> tuple[int, ...]:
+    """Numbers of tokens; dots, … or ..., continue up to the number that follows.
+
+    They double where doubling leads there, and otherwise go on in equal steps.
+
+    >>> parse_lengths("8,16,…,128"), parse_lengths("2,4,...,10"), parse_lengths([100, 50])
+    ((8, 16, 32, 64, 128), (2, 4, 6, 8, 10), (50, 100))
+    """
+    wrong = InvalidInput(f"lengths are numbers of tokens such as 64,128, 8,16,…,512 or 2,4,…,100, got {shown(text)}.")
+    if not isinstance(text, str):
+        return _rising(text, wrong, least=1)
+    pieces = [piece.strip() for piece in text.split(",")]
+    lengths: list[int] = []
+    for piece, following in zip(pieces, [*pieces[1:], ""], strict=True):
+        if piece in _DOTS and lengths and re.fullmatch(_NUMBER, following):
+            lengths += _continued(lengths, int(following), text)
+        elif re.fullmatch(_NUMBER, piece) and int(piece) >= 1:
+            lengths.append(int(piece))
+        else:
+            raise wrong
+    return tuple(sorted(set(lengths)))
+
+
+def _continued(before: Sequence[int], last: int, text: str) -> list[int]:
+    """The numbers that dots replace between the numbers before them and the one after."""
+    doubled = [before[-1]]
+    while 2 * doubled[-1] < last:
+        doubled.append(2 * doubled[-1])
+    if 2 * doubled[-1] == last:
+        return doubled[1:]
+    step = before[-1] - before[-2] if len(before) > 1 else 0
+    if step > 0 and last > before[-1] and (last - before[-1]) % step == 0:
+        if (last - before[-1]) // step > _MOST:
+            raise InvalidInput(f"{shown(text)} stands for more lengths than anything has: take larger steps.")
+        return list(range(before[-1] + step, last, step))
+    raise InvalidInput(
+        f"doubling does not lead to {last} in {shown(text)}, nor do equal steps: write for example 8,16,…,512 or "
+        "2,4,…,100."
+    )
+
+
+def _rising(given: object, wrong: InvalidInput, least: float = -math.inf) -> tuple[int, ...]:
+    """A number, or several, in rising order."""
+    numbers = list(islice(given if isinstance(given, Iterable) else [given], _MOST))
+    if not numbers or not all(isinstance(one, int) and not isinstance(one, bool) for one in numbers):
+        raise wrong
+    if min(numbers) < least or max(numbers) > _LARGEST:
+        raise wrong
+    return tuple(sorted(set(numbers)))
+
+
+def parse_what(text: str | Sequence[str]) -> tuple[Selection, ...]:
+    """Kinds of maps, each with an optional choice in brackets.
+
+    >>> parse_what("heads[layers=0-2,5,heads=3], layer")
+    (Selection(what='head', layers=(0, 1, 2, 5), heads=(3,), lengths=None), Selection(what='layer', ...))
+    """
+    if not isinstance(text, str) and not (isinstance(text, Sequence) and all(isinstance(one, str) for one in text)):
+        raise InvalidInput(f"what to measure is a text such as head,layer or a list of texts, got {shown(text)}.")
+    whole = text if isinstance(text, str) else ",".join(text)
+    selections = []
+    for piece in map(str.strip, re.split(r",(?![^\[]*\])", whole)):
+        match = re.fullmatch(r"([\w-]+)\s*(?:\[(.*)\])?", piece)
+        name = _PLURALS.get(match[1], match[1]) if match else ""
+        if match is None or name not in SCANNED:
+            raise InvalidInput(
+                f"{shown(piece)} cannot be measured: choose from {', '.join(SCANNED)}, with a choice in brackets if "
+                "you like, for example head[layers=0-5,heads=3]."
+            )
+        selections.append(Selection(name, **_choices(match[2] or "", piece)))
+    return tuple(dict.fromkeys(selections))
+
+
+def _choices(text: str, whole: str) -> dict[str, tuple[int, ...]]:
+    """``layers=0-2,5,heads=3`` by name; what has no name belongs to the name before it."""
+    given: dict[str, list[str]] = {}
+    name = ""
+    for choice in filter(None, map(str.strip, text.split(","))):
+        if "=" in choice:
+            name, _, choice = map(str.strip, choice.partition("="))
+        if name not in _PARAMETERS:
+            raise InvalidInput(
+                f"{shown(whole)}: brackets choose {', '.join(_PARAMETERS)}, for example [layers=0-5,heads=3]."
+            )
+        given.setdefault(name, []).append(choice)
+    return {
+        name: parse_lengths(",".join(parts)) if name == "lengths" else parse_numbers(",".join(parts), name)
+        for name, parts in given.items()
+    }
+
 
 _WITHOUT_LAYER = ("model", "logits")
 

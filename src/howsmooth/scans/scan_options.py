@@ -14,7 +14,7 @@ from howsmooth._util.validation import Device, Seed, check_count, check_fields, 
 from howsmooth.engines import Engine
 from howsmooth.errors import InvalidInput
 from howsmooth.models.open_source import DeviceMap, Dtype
-from howsmooth.scans.scan_grammar import Numbers as Places
+from howsmooth.scans.plan import Numbers as Places
 
 BoundsWanted = Literal["none", "proved", "cheap", "all"]
 _MAX_WINDOWS = 10**6
