@@ -12,7 +12,7 @@ from torch import Tensor
 import howsmooth as hs
 from evidence.attention_cases import MASKS, grid, tokens
 from howsmooth.attention import AttentionMap
-from howsmooth.bounds import point_bounds, softmax_jacobian
+from howsmooth.bounds import softmax_jacobian
 from howsmooth.bounds.question_setting import Setting, setting
 from howsmooth.testing import dense_jacobian
 
@@ -93,7 +93,7 @@ def test_local_equals_its_formula_computed_token_by_token() -> None:
             blocks.append(torch.linalg.matrix_norm(covariance @ a, 2))
             growth.append(1 + (a @ x[i] + b).norm() * covariance.trace().clamp_min(0).sqrt())
         exact = torch.linalg.matrix_norm(v, 2) * (max(blocks) + max(growth) * p.sum(0).max().sqrt())
-        assert float(point_bounds.local(attention, x)) == pytest.approx(float(exact), rel=1e-9)
+        assert float(hs.bounds.get("howsmooth.local")(attention, over=x)) == pytest.approx(float(exact), rel=1e-9)
 
 
 def test_local_needs_its_column_sums() -> None:
@@ -101,7 +101,7 @@ def test_local_needs_its_column_sums() -> None:
     x = torch.ones(50, 1, dtype=torch.float64)
     x[0] = -1
     columns = float(attention.weights(x)[0].sum(0).max())
-    assert float(point_bounds.local(attention, x)) / columns**0.5 < constant(attention, x)
+    assert float(hs.bounds.get("howsmooth.local")(attention, over=x)) / columns**0.5 < constant(attention, x)
 
 
 def test_nonlinear_values_are_refused_by_the_local_bound() -> None:

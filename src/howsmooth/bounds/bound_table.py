@@ -336,7 +336,7 @@ def _norm_name(norm: float | str) -> int | str:
 
 
 def _escaped(text: str) -> str:
-    special = {"_": r"\_", "&": r"\&", "%": r"\%", "#": r"\#", "$": r"\$", "₂": r"\textsubscript{2}"}
+    special = {letter: rf"\{letter}" for letter in "_&%#$"} | {"₂": r"\textsubscript{2}"}
     return "".join(special.get(letter, letter) for letter in text)
 
 

@@ -89,19 +89,19 @@ def head_numbers(attention: AttentionMap, tokens: Ellipsoid, n: float, folded: b
     """
     value = value_matrices(attention, folded)
     scores = HeadScores.of(attention, n)
-    axes, centre, reach = tokens.axes, tokens.centre, tokens.reach
-    shifted_keys = scores.rotary is not None or attention.softcap is not None
-    score = by_key = by_query = by_both = scores.norm()
+    axes, reach, query, key = tokens.axes, tokens.reach, scores.query, scores.key
+    query_at, key_at = scores.at(tokens.centre)
+    score = by_key = by_query = by_both = scores.largest(key, query)
     if bool(score.isnan().any()):
         raise InvalidInput("the queries or keys of this attention have weights that are no numbers.")
     if not tokens.is_ball:
-        by_key, by_query = scores.norm(key_side=axes), scores.norm(query_side=axes)
-        by_both = scores.norm(axes, axes)
+        by_key, by_query = scores.largest(key @ axes, query), scores.largest(key, query @ axes)
+        by_both = scores.largest(key @ axes, query @ axes)
     pull = reach * by_key
-    if shifted_keys:
-        pull = pull + scores.key_pull(centre)
-    push = reach * by_query + scores.query_push(centre)
-    swing = reach * (reach * by_both + scores.query_push(centre, axes))
+    if scores.rotary is not None or attention.softcap is not None:  # a shift of all keys changes something
+        pull = pull + scores.largest(key_at, query)
+    push = reach * by_query + scores.largest(key, query_at)
+    swing = reach * (reach * by_both + scores.largest(key @ axes, query_at))
     if attention.softcap is not None:
         swing = swing.clamp(max=attention.softcap)
     return HeadNumbers(spectral(value), reach * spectral(value @ axes), pull, push, swing, score)
@@ -165,23 +165,13 @@ class HeadScores:
         offsets = (positions[:, None] - positions).unique() if few else positions
         return None if len(offsets) > _MOST_OFFSETS else offsets
 
-    def norm(self, key_side: Tensor | None = None, query_side: Tensor | None = None) -> Tensor:
-        """max ‖Γ_kᵀ Kᵀ R Q Γ_q‖ over all rotations, (heads,)."""
-        key = self.key if key_side is None else self.key @ key_side
-        query = self.query if query_side is None else self.query @ query_side
-        return self._largest(key, query)
+    def at(self, token: Tensor) -> tuple[Tensor, Tensor]:
+        """The query and the key of a token, each (heads, k, 1)."""
+        query, key = self.query @ token + self.query_bias, self.key @ token + self.key_bias
+        return query[..., None], key[..., None]
 
-    def query_push(self, centre: Tensor, key_side: Tensor | None = None) -> Tensor:
-        """max |Γ_kᵀ Kᵀ R (Qc + b_q)| over all rotations."""
-        key = self.key if key_side is None else self.key @ key_side
-        return self._largest(key, (self.query @ centre + self.query_bias)[..., None])
-
-    def key_pull(self, centre: Tensor) -> Tensor:
-        """max |Qᵀ Rᵀ (Kc + b_k)| over all rotations."""
-        return self._largest((self.key @ centre + self.key_bias)[..., None], self.query)
-
-    def _largest(self, left: Tensor, right: Tensor) -> Tensor:
-        """max over rotations R of ‖leftᵀ R right‖; both (heads, k, ·)."""
+    def largest(self, left: Tensor, right: Tensor) -> Tensor:
+        """max over rotations R of ‖leftᵀ R right‖, (heads,); both (heads, k, ·)."""
         # Only the triangular factors matter: k × k instead of d × d.
         left, right = (torch.linalg.qr(side.mT).R.mT if side.shape[-1] > 1 else side for side in (left, right))
         if self.rotary is None:

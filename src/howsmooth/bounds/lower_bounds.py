@@ -200,15 +200,6 @@ def mean_field_sums(exponent: Tensor, causal: bool) -> tuple[Tensor, Tensor, Ten
     return _powers(scale * _RATIOS / (1 + _RATIOS).square(), _RATIOS / (1 + _RATIOS))
 
 
-def equal_tokens(value: Tensor) -> Tensor:
-    r"""Where all tokens are equal the Jacobian is P ⊗ V with row-stochastic P, so :math:`\|J\| \ge \|V\|`.
-
-    Whatever the mask, biases and positions: no covariance is left, and moving all tokens by y moves the output by Vy.
-    For a block V is :math:`\sum_h W_hV_h`.
-    """
-    return spectral(value)
-
-
 def clusters(attention: AttentionMap, tokens: Ellipsoid) -> Clusters:
     """Where to put the outlier and the others, in every head: six pairs, each at several scales.
 
@@ -317,7 +308,7 @@ def _best(where: Setting, folded: bool, sums: Sums) -> Tensor:
 def _equal_tokens_block(where: Setting) -> Tensor:
     weights, values = where.map.output_weight.double(), value_matrices(where.map, folded=False)
     lost = gamma(8 * weights.shape[0] * weights.shape[1]) * weights.norm() * values.norm()
-    return (equal_tokens((weights.mT @ values).sum(0)) * (1 - _SOLVER) - lost).clamp(min=0)
+    return (spectral((weights.mT @ values).sum(0)) * (1 - _SOLVER) - lost).clamp(min=0)
 
 
 @theorem(
@@ -331,7 +322,12 @@ def _equal_tokens_block(where: Setting) -> Tensor:
     needs=("tokens",),
 )
 def _equal_tokens(where: Setting, folded: bool) -> Tensor:
+    r"""Where all tokens are equal the Jacobian is P ⊗ V with row-stochastic P, so :math:`\|J\| \ge \|V\|`.
+
+    Whatever the mask, biases and positions: no covariance is left, and moving all tokens by y moves the output by Vy.
+    For a block V is :math:`\sum_h W_hV_h`.
+    """
     value, plain = value_matrices(where.map, folded), value_matrices(where.map, folded=False)
     outer = where.map.output_weight.double().norm(dim=(-2, -1)) if folded else 1.0
     lost = gamma(8 * where.map.output_weight[0].numel()) * plain.norm(dim=(-2, -1)) * outer
-    return (equal_tokens(value) * (1 - _SOLVER) - lost).clamp(min=0)
+    return (spectral(value) * (1 - _SOLVER) - lost).clamp(min=0)

@@ -187,10 +187,15 @@ def diagonal_norm(group: Paths) -> Tensor:
     blocks = cross_scatter(group.slopes, group.value, group.mean, group.pull)
     if group.pull_map is not None:
         blocks = blocks @ group.pull_map
-    short = blocks if blocks.shape[-2] <= blocks.shape[-1] else blocks.mT
-    grams = short @ short.mT
+    grams = _grams(blocks)
     sizes = torch.linalg.vector_norm(grams, dim=(-2, -1))
     return largest_block(slack, ceiling, sizes, lambda maps, i: grams[maps, i])
+
+
+def _grams(blocks: Tensor) -> Tensor:
+    """The smaller Gram matrix of each block."""
+    short = blocks if blocks.shape[-2] <= blocks.shape[-1] else blocks.mT
+    return short @ short.mT
 
 
 def largest_block(slack: Tensor, ceiling: Tensor, sizes: Tensor, build: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -391,18 +396,6 @@ def top(matrices: Tensor) -> Tensor:
     return torch.where(finite, kept.clamp_min(TINY), torch.inf)
 
 
-def local(attention: AttentionMap, x: Tensor, folded: bool = True) -> Tensor:
-    """The local bound of every head at x, ``(heads,)`` or ``(batch, heads)``; values must be linear.
-
-    >>> import howsmooth as hs
-    >>> head = hs.SelfAttention.from_bilinear(torch.eye(1), torch.eye(1))
-    >>> local(head, torch.tensor([[0.0], [1.0], [-1.0]]))  # 2/3 + (1 + 0.64)·√1.09
-    tensor([2.3...], dtype=torch.float64)
-    """
-    bounds = torch.cat([_local(group) for group in paths(attention, x, folded)])
-    return bounds.reshape(*x.shape[:-2], attention.heads)
-
-
 @theorem(
     "howsmooth.local",
     r"\|V\|\bigl[\max_i\|C_iA\|+\max_i(1+|Ax_i+b|\,s_i)\,(\max_j\textstyle\sum_iP_{ij})^{1/2}\bigr]",
@@ -412,20 +405,24 @@ def local(attention: AttentionMap, x: Tensor, folded: bool = True) -> Tensor:
     on_paths=True,
 )
 def _local(group: Paths, where: Setting | None = None) -> Tensor:
-    """The formula with weights, spreads and pushes raised by what rounding may have taken from them."""
+    """The formula with weights, spreads and pushes raised by what rounding may have taken from them.
+
+    >>> import howsmooth as hs
+    >>> head = hs.SelfAttention.from_bilinear(torch.eye(1), torch.eye(1))
+    >>> hs.bounds.get("howsmooth.local")(head, over=torch.tensor([[0.0], [1.0], [-1.0]]))  # 2/3 + (1 + 0.64)·√1.09
+    tensor(2.3..., dtype=torch.float64)
+    """
     cloud = about_means(group, group.tokens, 0.0)
     mean = group.weights @ group.tokens if group.softmax else torch.zeros_like(group.tokens)
     spread = (group.upper_slopes * distances(mean, group.tokens).square()).sum(-1)  # s_i²
     pulls = (group.upper_slopes @ group.pull.square().sum(-1, keepdim=True))[..., 0]
 
-    def gram(maps: Tensor, i: Tensor) -> Tensor:
-        block = group.query_block(maps, i, group.tokens)
-        short = block if block.shape[-2] <= block.shape[-1] else block.mT
-        return short @ short.mT
-
     maps = group.pull_map
     gain = 1.0 if maps is None else psd_norm(maps.mT @ maps, squarings=3)
-    diagonal = largest_block(*product_slack(group, cloud, keys(group)), spread * pulls * gain, gram)
+    slack, ceiling = product_slack(group, cloud, keys(group))
+    diagonal = largest_block(
+        slack, ceiling, spread * pulls * gain, lambda maps, i: _grams(group.query_block(maps, i, group.tokens))
+    )
     push = (group.push_lengths() + push_radii(group)).masked_fill(~group.seen, 0.0).amax(-1)
     columns = group.upper_weights.sum(-2).amax(-1)
     lengths = spread.clamp_min(TINY).sqrt() + cloud.error

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from howsmooth._util.validation import check_finite, validated
 from howsmooth.attention import AttentionMap, as_attention_map
 from howsmooth.bounds.head_constants import HeadNumbers, head_numbers, norm_rounding, without_output
-from howsmooth.bounds.three_paths import Paths, both_paths
+from howsmooth.bounds.three_paths import Paths, PathsAt
 from howsmooth.errors import InvalidInput
 from howsmooth.sets import InputSet
 from howsmooth.sets.ellipsoid import Ellipsoid
@@ -112,7 +112,7 @@ class Setting:
             return
         sides = sorted({folded for _, folded in wanted})
         numbers_of: dict[tuple[PathNumber, bool], list[Tensor]] = {key: [] for key in wanted}
-        for groups in both_paths(self.map, self.point, sides):
+        for groups in PathsAt(self.map, self.point).groups(sides):
             for one, folded in wanted:
                 group = groups[sides.index(folded)]
                 try:

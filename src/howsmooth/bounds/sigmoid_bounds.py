@@ -130,6 +130,7 @@ def sigmoid_numbers(attention: AttentionMap, tokens: Ellipsoid, n: int, folded: 
     """
     axes, centre, reach, scores = tokens.axes, tokens.centre, tokens.reach, HeadScores.of(attention, 1)
     query, key, rotary = scores.query, scores.key, scores.rotary
+    q0, k0 = scores.at(centre)
 
     def meet(left: Tensor, right: Tensor) -> Tensor:
         if rotary is None:
@@ -137,8 +138,6 @@ def sigmoid_numbers(attention: AttentionMap, tokens: Ellipsoid, n: int, folded: 
         # Coordinates that do not turn keep their length.
         return max(1.0, rotary.amplitude**2) * spectral(left) * spectral(right)
 
-    q0 = (query @ centre + scores.query_bias)[..., None]
-    k0 = (key @ centre + scores.key_bias)[..., None]
     swing = reach * (meet(k0, query @ axes) + meet(q0, key @ axes) + reach * meet(key @ axes, query @ axes))
     middle = (q0 * k0).sum((-2, -1))
     if rotary is not None:

@@ -81,11 +81,10 @@ import math
 import torch
 from torch import Tensor
 
-from howsmooth.attention import AttentionMap
 from howsmooth.bounds.catalogue import CATALOGUE, FINITE, LINEAR, NO_ROTARY, NO_SOFTCAP, PLAIN, theorem
 from howsmooth.bounds.point_bounds import nowhere_nan, value_gain, weights_norm
 from howsmooth.bounds.question_setting import Setting
-from howsmooth.bounds.three_paths import Paths, paths
+from howsmooth.bounds.three_paths import Paths
 from howsmooth.errors import InvalidInput
 from howsmooth.norms.small_matrices import spectral
 from howsmooth.numerics.roundoff import gamma
@@ -191,19 +190,6 @@ def _softmax_jacobian_at_point(group: Paths, where: Setting) -> Tensor:
     return softmax_jacobian_bound(*norms_at(group, where), sharpness(group)) * (1 + gamma(8))
 
 
-def softmax_jacobian(attention: AttentionMap, x: Tensor, folded: bool = True) -> Tensor:
-    r""":math:`\|P\|\|V\| + \max_ig(P_i)\,\|VX_c^\top\|\,(\|X_cA\| + \|[Ax_i+b]_i\|)`, ``(heads,)``; linear, no
-    positions.
-
-    Never above `softmax_jacobian_bound`, and it takes a query bias.
-
-    >>> import howsmooth as hs
-    >>> softmax_jacobian(hs.SelfAttention.random(4), torch.ones(3, 4)) > 0
-    tensor([True])
-    """
-    return torch.cat([_softmax_jacobian(group) for group in paths(attention, x, folded)])
-
-
 @theorem(
     "howsmooth.softmax_jacobian",
     r"\|P\|\,\|V\|+\max_ig(P_i)\,\|VX_c^\top\|\,\bigl(\|X_cA\|+\|XA^\top+1b^\top\|\bigr)",
@@ -211,7 +197,11 @@ def softmax_jacobian(attention: AttentionMap, x: Tensor, folded: bool = True) ->
     assumptions=(LINEAR, NO_ROTARY, NO_SOFTCAP),
     on_paths=True,
 )
-def _softmax_jacobian(group: Paths, where: Setting | None = None) -> Tensor:
+def softmax_jacobian(group: Paths, where: Setting | None = None) -> Tensor:
+    r""":math:`\|P\|\|V\| + \max_ig(P_i)\,\|VX_c^\top\|\,(\|X_cA\| + \|[Ax_i+b]_i\|)`, ``(g,)``; linear, no positions.
+
+    Never above `softmax_jacobian_bound`, and it takes a query bias.
+    """
     radii = group.radii
     value, pull, push = (
         spectral(vectors) + radius.norm(dim=-1)

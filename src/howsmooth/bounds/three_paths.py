@@ -182,15 +182,8 @@ def paths(attention: AttentionMap, x: Tensor, folded: bool = True, reduced: bool
     >>> [group.weights.shape for group in paths(head, torch.ones(3, 6))]
     [torch.Size([2, 3, 3])]
     """
-    for (group,) in both_paths(attention, x, (folded,), reduced):
+    for (group,) in PathsAt(attention, x).groups((folded,), reduced):
         yield group
-
-
-def both_paths(
-    attention: AttentionMap, x: Tensor, foldings: Sequence[bool], reduced: bool = True
-) -> Iterator[tuple[Paths, ...]]:
-    """The `paths` with and without the output matrix, as ``foldings`` asks, on weights that are computed once."""
-    return PathsAt(attention, x).groups(foldings, reduced)
 
 
 class PathsAt:
