@@ -10,7 +10,7 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.bounds import get
-from howsmooth.bounds.head_constants import query_key, value_matrices
+from howsmooth.bounds.question_setting import query_key, value_matrices
 from howsmooth.search.start_inputs import KINDS, constructions, random_starts, two_poles
 from howsmooth.sets import Around, Ball, Everywhere, InputSet, Normalised, Sphere
 from howsmooth.sets.ellipsoid import Ellipsoid

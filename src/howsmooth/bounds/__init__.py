@@ -2,9 +2,9 @@
 
 Read `catalogue` first (`Bound`, one theorem) and `question_setting` (`Setting`, the place where it is evaluated), then
 `bound_table` (`table`, all of them). One module per family of theorems, from papers and of this project: at an input
-(`point_bounds`, `softmax_jacobian`), near it (`neighbourhood`), on sets of tokens (`token_set_bounds`, `normalised`,
-`sigmoid_bounds`), everywhere (`l2_bounds`, `global_bounds`), and from below (`lower_bounds`). `composition` and
-`model_stack` bound whole models. A bound called outside its assumptions refuses.
+(`point_bounds`, `softmax_jacobian`), near it (`neighbourhood`), on sets of tokens (`token_set_bounds`), for other
+attentions (`l2_bounds`, `other_attentions`), and from below (`lower_bounds`). `composition` and `model_stack` bound
+whole models. A bound called outside its assumptions refuses.
 
 >>> import torch, howsmooth as hs
 >>> head = hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2))
@@ -13,14 +13,12 @@ Read `catalogue` first (`Bound`, one theorem) and `question_setting` (`Setting`,
 """
 
 from howsmooth.bounds import (  # noqa: F401  (each enters its theorems into the catalogue)
-    global_bounds,
     l2_bounds,
     layer_constants,
     lower_bounds,
     neighbourhood,
-    normalised,
+    other_attentions,
     point_bounds,
-    sigmoid_bounds,
     softmax_jacobian,
     token_set_bounds,
 )

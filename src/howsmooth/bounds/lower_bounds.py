@@ -49,8 +49,7 @@ from howsmooth.bounds.catalogue import (
     UNMASKED_OR_CAUSAL,
     theorem,
 )
-from howsmooth.bounds.head_constants import query_key, value_matrices
-from howsmooth.bounds.question_setting import Setting
+from howsmooth.bounds.question_setting import Setting, query_key, value_matrices
 from howsmooth.norms.small_matrices import spectral
 from howsmooth.numerics.roundoff import gamma
 from howsmooth.sets.ellipsoid import Ellipsoid

@@ -32,7 +32,7 @@ from howsmooth.bounds.catalogue import (
     PLAIN,
     theorem,
 )
-from howsmooth.bounds.head_constants import HeadNumbers
+from howsmooth.bounds.question_setting import HeadNumbers
 
 CASTIN = "Castin, Ablin, Peyré 2024"
 

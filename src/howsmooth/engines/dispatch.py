@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from howsmooth._util.common import first_line
@@ -79,7 +79,7 @@ def answer_all(
             answer = Answer(error=str(error), hopeless=True)
         except Exception as error:
             answer = Answer(error=first_line(error, kind=not isinstance(error, InvalidInput)))
-        answers.append(Answer(answer.value, answer.error, answer.hopeless, time.perf_counter() - begun))
+        answers.append(replace(answer, seconds=time.perf_counter() - begun))
         if answer.hopeless:
             break
     return answers

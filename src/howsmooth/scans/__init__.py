@@ -2,8 +2,8 @@
 
 Read in this order: `scan_options` and `plan` (the options and their small language, the batches of cells),
 `cell_values` (the values of a cell), `units` (work of a worker, shards), `run` (the loop over missing cells, `scan`
-itself); then `schema` and `scan_store` (the SQLite file) and `derived_stores` (merged and salvaged ones);
-`scan_result`, `compare_scans` and `cost` use the measured cells.
+itself); then `scan_store` (the SQLite file) and `derived_stores` (merged and salvaged ones); `scan_result`,
+`compare_scans` and `cost` use the measured cells.
 """
 
 import lazy_loader

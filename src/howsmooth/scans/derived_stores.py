@@ -21,8 +21,7 @@ from howsmooth._util.common import distinct_files
 from howsmooth._util.sqlite_files import Connection, StoreError, file_identity
 from howsmooth._util.validation import validated
 from howsmooth.errors import InvalidInput
-from howsmooth.scans.scan_store import KEY, Store, StoreRow, named, put, put_window, update_scan
-from howsmooth.scans.schema import COLUMNS, STORE
+from howsmooth.scans.scan_store import COLUMNS, KEY, STORE, Store, StoreRow, named, put, put_window, update_scan
 from howsmooth.scans.units import Shard, read_shards
 
 _SAME = {"precision": "precision", "settings": "settings", "howsmooth": "version of howsmooth"}

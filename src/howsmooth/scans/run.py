@@ -42,7 +42,7 @@ from howsmooth.scans.plan import (
 from howsmooth.scans.scan_options import ScanOptions, ScanProgress, ScanSettings
 from howsmooth.scans.scan_result import Scan
 from howsmooth.scans.scan_store import Identity, Store
-from howsmooth.scans.units import Origin, Shard, Unit, note_shard, open_for, parse_shard, split, window_ids
+from howsmooth.scans.units import Origin, Shard, Unit, note_shard, open_for, parse_shard, split
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class ScanDriver:
         """Measure every missing batch on an executor, in units; a unit that fails twice is reported."""
         origin, settings, cut = Origin.of(self.ready.model), self.ready.settings, self.ready.cut
         windows = [(cut[one[0].length][one[0].window], one) for one in split(self.missing, load.width)]
-        every = [Unit(origin, window_ids(window), batches, settings) for window, batches in windows]
+        every = [Unit(origin, window.ids.detach().cpu().numpy(), batches, settings) for window, batches in windows]
         retries: list[str] = []
         seconds = 0.0
 

@@ -176,11 +176,6 @@ def _software() -> str:
     return f"howsmooth {version('howsmooth')} with torch {torch.__version__}"
 
 
-def window_ids(window: Window) -> np.ndarray:
-    """The tokens of a window as an array."""
-    return window.ids.detach().cpu().numpy()
-
-
 def _ranges(numbers: Sequence[int]) -> str:
     """Rising numbers in few characters.
 

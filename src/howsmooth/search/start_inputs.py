@@ -17,10 +17,9 @@ from torch import Tensor
 from howsmooth._util.common import random_stream
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds import get
-from howsmooth.bounds.head_constants import query_key, value_matrices
 from howsmooth.bounds.l2_bounds import tight_input
 from howsmooth.bounds.lower_bounds import real_eigenpairs, two_cluster_input
-from howsmooth.bounds.question_setting import Setting
+from howsmooth.bounds.question_setting import Setting, query_key, value_matrices
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.function_checks import check_tokens
 from howsmooth.norms.small_matrices import spectral
