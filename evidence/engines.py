@@ -171,7 +171,7 @@ def predicted(model: str, **asked: Any) -> tuple[int, float, float]:
     """
     ready = prepare(model, None, ScanOptions(**asked))
     ready.at_hand.clear()
-    expected = predict(ready.model, ready.plan, ready.cut, ready.settings, clock=time.process_time)
+    expected = predict(ready, ready.plan, clock=time.process_time)
     begun = time.process_time()
     with Store.writing(MEMORY) as store:
         ScanDriver(ready, ready.plan, store, store.begin(ready.identity), lambda progress: None).measure_here()

@@ -97,7 +97,7 @@ def measured(model: str = MODEL, lengths: str = LENGTHS, windows: int = WINDOWS)
 def _units(ready: Prepared) -> list[Unit]:
     origin = Origin.of(ready.model)
     return [
-        Unit(origin, ready.cut[one[0].length][one[0].window].ids.numpy(), one, ready.settings)
+        Unit(origin, ready.cut[one[0].length][one[0].window].ids.numpy(), one, ready.identity.settings)
         for one in split(ready.plan, WORKERS)
     ]
 

@@ -389,7 +389,7 @@ def test_products_on_the_line_agree_with_autograd(causal: bool) -> None:
 def test_ascent_on_the_line_stays_between_what_is_proved(causal: bool) -> None:
     n = 31
     found = max(ascend(z, causal, steps=80) for z in starts(n))
-    lower = float(l2_bounds.lower_2(ONE[None], ONE[None], n))
+    lower = l2_bounds.average_lower_2(n)
     assert lower < found < l2_bounds.average_lip_2(n, "ordered" if causal else "full")
     if not causal:
         assert found < line_bound(n)

@@ -317,20 +317,14 @@ def tight_input(n: int) -> Tensor:
     return torch.cat([torch.full((1 - n % 2, 1), 100.0, dtype=torch.float64), at, -at, at.new_zeros(1, 1)])
 
 
-def lower_2(query: Tensor, value: Tensor, n: int, output: Tensor | None = None) -> Tensor:
-    r"""Of each head: :math:`\mathrm{Lip}_2 \ge \big(2c + \tfrac1{1+c}\big)\,\|A_hW_h^VW_h^O\|`, c as in `tight_input`.
+def average_lower_2(n: float) -> float:
+    r"""Lip₂ of Z ↦ PZ is at least :math:`2c + \tfrac1{1+c}`, c as in `tight_input`, where P_ii = 1/(1+c) and C_i = c.
 
-    Proof. Take the tight input along :math:`W_h^\top u`: :math:`x_i = z_i\sqrt s\,u/|W_h^\top u|`, u the unit vector on
-    which :math:`(A_hW_h^VW_h^O)^\top` is largest. There P_ii = 1/(1+c) and C_i has the eigenvector W_hᵀu to the
-    eigenvalue c, so block (i, i) of the Jacobian maps u to (2c + 1/(1+c))·(A_hW^V_hW^O_h)ᵀu. ∎
-
-    >>> one = torch.ones(1, 1, 1, dtype=torch.float64)
-    >>> round(float(lower_2(one, one, 1001)), 2), round(average_lip_2(1001), 2)
+    >>> round(average_lower_2(1001), 2), round(average_lip_2(1001), 2)
     (9.03, 31.44)
     """
     c = _odd_phi(n)
-    inner = value.mT if output is None else value.mT @ output
-    return (2 * c + 1 / (1 + c)) / query.shape[-2] ** 0.5 * spectral(query.mT @ query @ inner)
+    return 2 * c + 1 / (1 + c)
 
 
 def average_lower_inf(n: float) -> float:
@@ -391,13 +385,20 @@ def _lip_2(where: Setting, folded: bool) -> Tensor:
     **_lower,
 )
 def _lower_2(where: Setting, folded: bool) -> Tensor:
-    """With the values as the map holds them, A_hW^V_h rounded: the proof asks no more of them."""
-    c, value = _odd_phi(where.count), where.map.value_weight.double()
+    r"""Of each head: :math:`\mathrm{Lip}_2 \ge \big(2c + \tfrac1{1+c}\big)\,\|A_hW_h^VW_h^O\|`, c as in `tight_input`.
+
+    Proof. Take the tight input along :math:`W_h^\top u`: :math:`x_i = z_i\sqrt s\,u/|W_h^\top u|`, u the unit vector on
+    which :math:`(A_hW_h^VW_h^O)^\top` is largest. There P_ii = 1/(1+c) and C_i has the eigenvector W_hᵀu to the
+    eigenvalue c, so block (i, i) of the Jacobian maps u to (2c + 1/(1+c))·(A_hW^V_hW^O_h)ᵀu. ∎
+
+    The values are those that the map holds, A_hW^V_h rounded: the proof asks no more of them.
+    """
+    value = where.map.value_weight.double()
     inner = value.mT @ where.map.output_weight.double() if folded else value
     lost = gamma(8 * value[0].numel()) * value.norm(dim=(-2, -1))
     if folded:
         lost = lost * where.map.output_weight.double().norm(dim=(-2, -1))
-    return (2 * c + 1 / (1 + c)) * (spectral(inner) * (1 - 1e-12) - lost).clamp(min=0)
+    return average_lower_2(where.count) * (spectral(inner) * (1 - 1e-12) - lost).clamp(min=0)
 
 
 _LINE = Assumption(

@@ -108,7 +108,7 @@ class ThreePath:
         return (self.value + self.diagonal + self.cross) * (1 + gamma(4))
 
 
-def three_path_parts(attention: AttentionMap, x: Tensor, folded: bool = True) -> ThreePath:
+def three_path_parts(attention: AttentionMap, x: Tensor) -> ThreePath:
     """The parts of `three_path`.
 
     >>> import howsmooth as hs
@@ -117,12 +117,12 @@ def three_path_parts(attention: AttentionMap, x: Tensor, folded: bool = True) ->
     >>> [round(float(path), 3) for path in (parts.value, parts.diagonal, parts.cross)]
     [1.008, 0.667, 0.556]
     """
-    groups = [_parts(group) for group in paths(attention, x, folded)]
+    groups = [_parts(group) for group in paths(attention, x)]
     shape = (*x.shape[:-2], attention.heads)
     return ThreePath(*(torch.cat(parts).reshape(shape) for parts in zip(*groups, strict=True)))
 
 
-def three_path(attention: AttentionMap, x: Tensor, folded: bool = True) -> Tensor:
+def three_path(attention: AttentionMap, x: Tensor) -> Tensor:
     """The three-path bound on the constant of every head at x, for every attention map.
 
     It is at most 2 % above the formula: λ_i of heads wider than 8 is taken from above, see `psd_norm`. Differentiable
@@ -130,14 +130,13 @@ def three_path(attention: AttentionMap, x: Tensor, folded: bool = True) -> Tenso
 
     Args:
         attention: any attention map. x: ``(n, d)`` or ``(batch, n, d)``.
-        folded: include the head's slice of the output matrix.
 
     >>> import howsmooth as hs
     >>> head, x = hs.SelfAttention.random(8, heads=2), torch.ones(5, 8)  # equal tokens: the value path alone
     >>> bool(torch.allclose(three_path(head, x), hs.measure_heads(head, x).value.double(), rtol=1e-4))
     True
     """
-    return three_path_parts(attention, x, folded).total
+    return three_path_parts(attention, x).total
 
 
 @theorem(
@@ -272,7 +271,7 @@ def moment_slack(weights: Tensor, vectors: Tensor, centres: Tensor) -> Tensor:
     return gamma(4 * (weights.shape[-1] + 8)) * squares[..., 0]
 
 
-def key_weights(group: Paths, steps: int = 8) -> Tensor:
+def key_weights(group: Paths) -> Tensor:
     r"""Key weights τ that make the cross part small, ``(g, n)``, at most 1.
 
     With traces in place of norms the square of the cross part is :math:`\max_j (N\tau)_j/\tau_j`,
@@ -285,7 +284,7 @@ def key_weights(group: Paths, steps: int = 8) -> Tensor:
     values, means = (vectors.square().sum(-1) for vectors in (group.value, group.mean))
     apart = values[:, None] - 2 * group.mean @ group.value.mT + means[..., None]
     spread, push = group.slopes * apart.clamp_min(0), group.slopes * group.push_lengths().square()
-    return perron_weights(spread, push, steps).clamp_min(1e-4).sqrt()
+    return perron_weights(spread, push, steps=8).clamp_min(1e-4).sqrt()
 
 
 def perron_weights(left: Tensor, right: Tensor, steps: int = 12) -> Tensor:

@@ -82,7 +82,7 @@ def query_key(attention: AttentionMap) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @validated
-def head_numbers(attention: AttentionMap, tokens: Ellipsoid, n: float, folded: bool = True) -> HeadNumbers:
+def head_numbers(attention: AttentionMap, tokens: Ellipsoid, n: float) -> HeadNumbers:
     """The numbers of every head of dot-product attention with linear queries, keys and values.
 
     >>> import howsmooth as hs
@@ -91,7 +91,7 @@ def head_numbers(attention: AttentionMap, tokens: Ellipsoid, n: float, folded: b
     >>> float(numbers.value), float(numbers.score), float(numbers.swing)
     (3.0, 2.0, 4.5)
     """
-    value = value_matrices(attention, folded)
+    value = value_matrices(attention)
     scores = HeadScores.of(attention, n)
     axes, reach, query, key = tokens.axes, tokens.reach, scores.query, scores.key
     query_at, key_at = scores.at(tokens.centre)

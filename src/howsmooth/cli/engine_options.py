@@ -84,7 +84,7 @@ def print_plan(model: str, out: Path, wanted: dict[str, Any], workers: ScanEngin
     text, lengths = options.pop("text", None), options.pop("length", None)
     ready = prepare(model, text, ScanOptions(lengths=lengths, **options))
     plan = ready.plan if workers.shard is None else parse_shard(workers.shard).part(ready.plan)
-    prediction = predict(ready.model, plan, ready.cut, ready.settings, workers.jobs or 1)
+    prediction = predict(ready, plan, workers.jobs or 1)
     flags = [word for name, value in wanted.items() for word in _flag(name, value)]
     command = ["howsmooth", "scan", model, *flags]
     script = sbatch_script(command, prediction, workers.jobs or 1, workers.cores or torch.get_num_threads(), str(out))

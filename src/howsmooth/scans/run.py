@@ -39,7 +39,7 @@ from howsmooth.scans.plan import (
     parse_numbers,
     parse_what,
 )
-from howsmooth.scans.scan_options import ScanOptions, ScanProgress, ScanSettings
+from howsmooth.scans.scan_options import ScanOptions, ScanProgress
 from howsmooth.scans.scan_result import Scan
 from howsmooth.scans.scan_store import Identity, Store
 from howsmooth.scans.units import Origin, Shard, Unit, note_shard, open_for, parse_shard, split
@@ -50,16 +50,15 @@ class Prepared:
     """A scan before its first number.
 
     Attributes:
-        model, settings: the open model, and the settings that decide its numbers.
+        model: the open one.
         plan: every batch.
         cut: length → the windows of the text.
         at_hand: (length, window) → the targets of windows that the model has read already.
-        identity: the key of a store.
+        identity: the key of a store, with the settings that decide the numbers.
         notes: on the options.
     """
 
     model: OpenModel
-    settings: ScanSettings
     plan: list[CellBatch]
     cut: dict[int, list[Window]]
     at_hand: dict[tuple[int, int], Targets]
@@ -101,7 +100,7 @@ def prepare(model: Any, text: Any, options: ScanOptions) -> Prepared:
         settings=settings,
         howsmooth=version("howsmooth"),
     )
-    return Prepared(model, settings, plan, cut, {(needed[0], 0): first}, identity, tuple(notes))
+    return Prepared(model, plan, cut, {(needed[0], 0): first}, identity, tuple(notes))
 
 
 def _opened(model: Any, options: ScanOptions, head: bool) -> OpenModel:
@@ -178,7 +177,7 @@ class ScanDriver:
                 for batch in batches:
                     self._tell(_label(batch))
                     with fitting(length):
-                        rows = measure_batch(targets, batch, self.ready.settings)
+                        rows = measure_batch(targets, batch, self.ready.identity.settings)
                     self._add(window, rows)
                     self.work += batch.work
         self.work = self._total_work()
@@ -187,7 +186,7 @@ class ScanDriver:
 
     def measure_on(self, executor: Executor, load: Load, timeout: float | None = None) -> Outcome:
         """Measure every missing batch on an executor, in units; a unit that fails twice is reported."""
-        origin, settings, cut = Origin.of(self.ready.model), self.ready.settings, self.ready.cut
+        origin, settings, cut = Origin.of(self.ready.model), self.ready.identity.settings, self.ready.cut
         windows = [(cut[one[0].length][one[0].window], one) for one in split(self.missing, load.width)]
         every = [Unit(origin, window.ids.detach().cpu().numpy(), batches, settings) for window, batches in windows]
         retries: list[str] = []
@@ -305,7 +304,7 @@ def _run(driver: ScanDriver, options: ScanOptions) -> Outcome:
     with open_engine(engine) as workers:
         load = load_of(workers, options.jobs)
         long = len(driver.plan) >= _LONG and not driver.stored
-        expected = predict(ready.model, driver.plan, ready.cut, ready.settings, load.width) if long else None
+        expected = predict(ready, driver.plan, load.width) if long else None
         outcome = driver.measure_on(workers, load, options.timeout)
     if expected is None:
         return outcome
