@@ -23,8 +23,7 @@ from howsmooth.engines import Load, submit_all
 from howsmooth.engines.processes import Processes
 from howsmooth.models import open_model
 from howsmooth.scans import Store, merge, scan
-from howsmooth.scans.plan import CellBatch, ScanCell
-from howsmooth.scans.scan_options import ScanSettings
+from howsmooth.scans.plan import CellBatch, ScanCell, ScanSettings
 from howsmooth.scans.scan_store import Identity
 from howsmooth.scans.units import Shard, split
 

@@ -29,8 +29,8 @@ from howsmooth.engines import Engine, open_engine
 from howsmooth.scans import Scan, Store, merge, units
 from howsmooth.scans import scan as run_scan
 from howsmooth.scans.cost import predict
+from howsmooth.scans.plan import ScanOptions
 from howsmooth.scans.run import ScanDriver, prepare
-from howsmooth.scans.scan_options import ScanOptions
 from howsmooth.scans.units import Unit, measure_unit
 
 TITLE = "The same scan by every engine, and what dies on the way"

@@ -16,8 +16,8 @@ from howsmooth.engines import Load, submit_all
 from howsmooth.engines.dispatch import State
 from howsmooth.engines.processes import Processes
 from howsmooth.scans import makespan
+from howsmooth.scans.plan import ScanOptions
 from howsmooth.scans.run import Prepared, prepare
-from howsmooth.scans.scan_options import ScanOptions
 from howsmooth.scans.units import Origin, Unit, measure_unit, open_for, split
 
 TITLE = "A queue of units, replayed"

@@ -6,8 +6,7 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-from howsmooth.scans.plan import ScanCell
-from howsmooth.scans.scan_options import ScanSettings
+from howsmooth.scans.plan import ScanCell, ScanSettings
 from howsmooth.scans.scan_store import Identity, Store
 
 IDENTITY = Identity("tiny", "m" * 64, "float32", "words.txt", "t" * 64, ScanSettings(), "0.1.0")

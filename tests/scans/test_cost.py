@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from howsmooth.scans.cost import CostLaw, duration_text, makespan, predict
+from howsmooth.scans.plan import ScanOptions
 from howsmooth.scans.run import prepare
-from howsmooth.scans.scan_options import ScanOptions
 
 
 @pytest.mark.parametrize("constants", [(1e-3, 2e-9, 3e-10), (0.0, 0.0, 1e-9), (5e-2, 0.0, 1e-10)])

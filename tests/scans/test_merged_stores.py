@@ -13,8 +13,7 @@ from evidence.scan_faults import contents
 from howsmooth.errors import HowsmoothError, InvalidInput
 from howsmooth.scans import Store, StoreError, merge, salvage
 from howsmooth.scans import scan as run_scan
-from howsmooth.scans.plan import CellBatch
-from howsmooth.scans.scan_options import ScanSettings
+from howsmooth.scans.plan import CellBatch, ScanSettings
 from howsmooth.scans.units import Shard, note_shard, parse_shard, read_shards
 from tests.cli.command import Command
 from tests.scans.stores import IDENTITY, TOKENS, batch, change, kept, numbers

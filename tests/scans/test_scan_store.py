@@ -14,8 +14,7 @@ import pytest
 
 from howsmooth.errors import InvalidInput
 from howsmooth.scans import Scan, Store, StoreError
-from howsmooth.scans.plan import ScanCell
-from howsmooth.scans.scan_options import ScanSettings
+from howsmooth.scans.plan import ScanCell, ScanSettings
 from tests.scans.stores import IDENTITY, TOKENS, batch, kept, numbers
 
 

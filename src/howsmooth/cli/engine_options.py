@@ -76,8 +76,8 @@ def print_plan(model: str, out: Path, wanted: dict[str, Any], workers: ScanEngin
     import torch
 
     from howsmooth.scans.cost import predict, sbatch_script
+    from howsmooth.scans.plan import ScanOptions
     from howsmooth.scans.run import prepare
-    from howsmooth.scans.scan_options import ScanOptions
     from howsmooth.scans.units import parse_shard
 
     options = {name: value for name, value in wanted.items() if name not in ("reference", "device", "dtype")}

@@ -26,8 +26,7 @@ from howsmooth.models.size_checks import free_bytes
 from howsmooth.norms import Measurement
 from howsmooth.norms.explanation import explain
 from howsmooth.norms.local_constant import measure, measure_heads
-from howsmooth.scans.plan import CellBatch, ScanCell
-from howsmooth.scans.scan_options import ScanSettings
+from howsmooth.scans.plan import CellBatch, ScanCell, ScanSettings
 
 CellValues = dict[str, Any]
 Reasons = dict[str, Tensor]

@@ -33,13 +33,14 @@ from howsmooth.scans.plan import (
     OF_SOFTMAX,
     CellBatch,
     ScanCell,
+    ScanOptions,
+    ScanProgress,
     Selection,
     make_plan,
     parse_lengths,
     parse_numbers,
     parse_what,
 )
-from howsmooth.scans.scan_options import ScanOptions, ScanProgress
 from howsmooth.scans.scan_result import Scan
 from howsmooth.scans.scan_store import Identity, Store
 from howsmooth.scans.units import Origin, Shard, Unit, note_shard, open_for, parse_shard, split
@@ -163,7 +164,7 @@ class ScanDriver:
         self.requested = {cell for batch in plan for cell in batch.cells()}
         self.stored = self.requested & store.cells(number)
         self.missing = [batch for batch in plan if not self.stored.issuperset(batch.cells())]
-        self.work = 0.0
+        self.work, self.total_work = 0.0, sum(batch.work for batch in self.missing) or 1.0
 
     def measure_here(self) -> Outcome:
         """Measure every missing batch in this process. A window is read once; an error ends the scan."""
@@ -180,7 +181,7 @@ class ScanDriver:
                         rows = measure_batch(targets, batch, self.ready.identity.settings)
                     self._add(window, rows)
                     self.work += batch.work
-        self.work = self._total_work()
+        self.work = self.total_work
         self._tell("done")
         return Outcome()
 
@@ -220,11 +221,8 @@ class ScanDriver:
         self.stored.update(cell for cell, _ in rows)
 
     def _tell(self, label: str) -> None:
-        work = min(1.0, self.work / self._total_work())
+        work = min(1.0, self.work / self.total_work)
         self.report(ScanProgress(len(self.stored), len(self.requested), work, label))
-
-    def _total_work(self) -> float:
-        return sum(batch.work for batch in self.missing) or 1.0
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:

@@ -28,48 +28,24 @@ from typing import Any
 from howsmooth._util.common import printable
 from howsmooth._util.sqlite_files import MEMORY, FileFormat, StoreError, file_identity, write_ahead
 from howsmooth.errors import InvalidInput
-from howsmooth.scans.plan import ScanCell
-from howsmooth.scans.scan_options import ScanSettings
+from howsmooth.scans.plan import ScanCell, ScanSettings
 
-PLACE = {
-    "what": "TEXT NOT NULL",
-    "layer": "INTEGER",
-    "head": "INTEGER",
-    "length": "INTEGER NOT NULL",
-    "window": "INTEGER NOT NULL",
+_TYPED = {
+    "scans": "id INTEGER PRIMARY KEY, model TEXT NOT NULL, model_sha256 TEXT NOT NULL, precision TEXT NOT NULL, "
+    "text TEXT NOT NULL, text_sha256 TEXT NOT NULL, settings TEXT NOT NULL, howsmooth TEXT NOT NULL, "
+    "pending INTEGER NOT NULL, cells INTEGER NOT NULL, tally INTEGER NOT NULL",
+    "windows": "scan INTEGER NOT NULL, length INTEGER NOT NULL, window INTEGER NOT NULL, start INTEGER NOT NULL, "
+    "tokens TEXT NOT NULL",
+    "cells": "scan INTEGER NOT NULL, what TEXT NOT NULL, layer INTEGER, head INTEGER, length INTEGER NOT NULL, "
+    "window INTEGER NOT NULL, value REAL NOT NULL, lower REAL NOT NULL, upper REAL, confidence REAL, "
+    "converged INTEGER NOT NULL, proved REAL, bounds TEXT NOT NULL, radius REAL, value_path REAL, score_path REAL, "
+    "value_share REAL, sink REAL, sink_token INTEGER, entropy REAL, dtype TEXT NOT NULL, seconds REAL NOT NULL, "
+    "relative REAL, energy_sum INTEGER",
+    "shards": "scan INTEGER PRIMARY KEY, number INTEGER NOT NULL, count INTEGER NOT NULL, plan TEXT NOT NULL, "
+    "cells INTEGER NOT NULL",
 }
-NUMBERS = {
-    **dict.fromkeys(["value", "lower"], "REAL NOT NULL"),
-    **dict.fromkeys(["upper", "confidence"], "REAL"),
-    "converged": "INTEGER NOT NULL",
-    "proved": "REAL",
-    "bounds": "TEXT NOT NULL",
-    **dict.fromkeys(["radius", "value_path", "score_path", "value_share", "sink"], "REAL"),
-    "sink_token": "INTEGER",
-    "entropy": "REAL",
-    "dtype": "TEXT NOT NULL",
-    "seconds": "REAL NOT NULL",
-    "relative": "REAL",
-    "input_energy": "TEXT",
-}
-"""The columns of a cell beside its place, with their types."""
-_PROVED = {"scan": "INTEGER NOT NULL"} | PLACE | {name: NUMBERS[name] for name in NUMBERS if name != "input_energy"}
 COLUMNS: dict[str, dict[str, str]] = {
-    "scans": {
-        "id": "INTEGER PRIMARY KEY",
-        **dict.fromkeys(
-            ["model", "model_sha256", "precision", "text", "text_sha256", "settings", "howsmooth"], "TEXT NOT NULL"
-        ),
-        **dict.fromkeys(["pending", "cells", "tally"], "INTEGER NOT NULL"),
-    },
-    "windows": {**dict.fromkeys(["scan", "length", "window", "start"], "INTEGER NOT NULL"), "tokens": "TEXT NOT NULL"},
-    "cells": _PROVED | {"energy_sum": "INTEGER"},
-    "shards": {
-        "scan": "INTEGER PRIMARY KEY",
-        **dict.fromkeys(["number", "count"], "INTEGER NOT NULL"),
-        "plan": "TEXT NOT NULL",
-        "cells": "INTEGER NOT NULL",
-    },
+    table: dict(column.split(" ", 1) for column in columns.split(", ")) for table, columns in _TYPED.items()
 }
 """Table → the columns under its checksum, in that order."""
 
@@ -217,11 +193,16 @@ class Store:
         with self._transaction():
             there = {row["pending"]: row for row in self.identities() if tuple(row[name] for name in KEY) == key}
             old, pending = there.get(0), there.get(1)
-            if old is not None and resume:
-                self._check_same(wanted, old)
             current = old if resume else pending
-            if current is not None and not self._differences(wanted, current):
-                self.check_rows(current["id"])
+            differing = _differences(wanted, current) if current is not None else []
+            if differing and resume:
+                raise StoreError(
+                    f"{self.path} already holds {wanted.model} on this text with other settings "
+                    f"({'; '.join(differing)}): choose another --out, or --no-resume to measure it anew."
+                )
+            if current is not None and not differing:
+                for table in ("cells", "windows"):  # a scan does not go on beside damaged rows
+                    deque(self.verified(table, "WHERE scan = ?", (current["id"],)), maxlen=0)
                 return int(current["id"])
             if pending is not None and not resume:
                 self._db.execute("DELETE FROM scans WHERE id = ?", (pending["id"],))
@@ -331,23 +312,16 @@ class Store:
 
     def windows(self, scan: int | None = None) -> list[StoreRow]:
         """The windows of all scans or of one, with their tokens."""
-        of = {row["id"]: row for row in self._chosen(scan)}
-        rows = []
-        for values in sorted(self.verified("windows"), key=lambda values: values[:3]):
-            number, length, window, start, tokens = values
-            if number in of:
-                row = {name: of[number][name] for name in ("model", "model_sha256", "text_sha256")}
-                where = {"length": length, "window": window, "start": start}
-                rows.append(row | where | {"tokens": json.loads(tokens)})
-        return rows
+        of = {row["id"]: {name: row[name] for name in ("model", *KEY)} for row in self._chosen(scan)}
+        return [
+            of[number] | {"length": length, "window": window, "start": start, "tokens": json.loads(tokens)}
+            for number, length, window, start, tokens in sorted(self.verified("windows"))
+            if number in of
+        ]
 
     def scans(self, scan: int | None = None) -> list[StoreRow]:
         """The identity of each scan, or of one: its number, model, text, their hashes, and its settings by name."""
-        names = ("id", *_OF_SCAN)
-        return [
-            {name: row[name] for name in names} | {"settings": json.loads(row["settings"])}
-            for row in self._chosen(scan)
-        ]
+        return [row | {"settings": json.loads(row["settings"])} for row in self._chosen(scan)]
 
     def check_whole(self) -> None:
         """Raise `StoreError` unless SQLite finds the pages in order, and every scan has the cells that it counted."""
@@ -372,11 +346,6 @@ class Store:
     def shards(self) -> dict[int, tuple[int, int, str, int]]:
         """Scan → which part of it the store is: number, count, digest of the plan, and cells; none for whole scans."""
         return {values[0]: values[1:] for values in self.verified("shards")}
-
-    def check_rows(self, scan: int) -> None:
-        """Raise `StoreError` unless every cell and window of a scan is what was written."""
-        for table in ("cells", "windows"):
-            deque(self.verified(table, "WHERE scan = ?", (scan,)), maxlen=0)
 
     def verified(
         self,
@@ -433,19 +402,6 @@ class Store:
     def _scan(self, number: int) -> StoreRow:
         return next(row for row in self.identities() if row["id"] == number)
 
-    def _differences(self, wanted: Identity, kept: StoreRow) -> list[str]:
-        old = json.loads(kept["settings"]) | {"howsmooth": kept["howsmooth"]}
-        new = json.loads(wanted.settings.to_json()) | {"howsmooth": wanted.howsmooth}
-        return [f"{name} {old.get(name)}, not {new[name]}" for name in new if old.get(name) != new[name]]
-
-    def _check_same(self, wanted: Identity, kept: StoreRow) -> None:
-        differing = self._differences(wanted, kept)
-        if differing:
-            raise StoreError(
-                f"{self.path} already holds {wanted.model} on this text with other settings ({'; '.join(differing)}): "
-                "choose another --out, or --no-resume to measure it anew."
-            )
-
     def _check_place(self) -> None:
         """Refuse to go on when the file that is open is no longer the one with its name."""
         if self.path != MEMORY and file_identity(self.path) != self._identity:
@@ -456,6 +412,13 @@ class Store:
 
     def _transaction(self) -> AbstractContextManager[None]:
         return STORE.transaction(self._db, self.path)
+
+
+def _differences(wanted: Identity, stored: StoreRow) -> list[str]:
+    """The settings that differ, in words."""
+    old = json.loads(stored["settings"]) | {"howsmooth": stored["howsmooth"]}
+    new = json.loads(wanted.settings.to_json()) | {"howsmooth": wanted.howsmooth}
+    return [f"{name} {old.get(name)}, not {new[name]}" for name in new if old.get(name) != new[name]]
 
 
 def _in_json(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,8 +30,7 @@ from howsmooth.engines.dispatch import WorkerMisconfigured
 from howsmooth.errors import InvalidInput
 from howsmooth.models import OpenModel, Targets, Window, open_model
 from howsmooth.scans.cell_values import CellValues, fitting, measure_batch
-from howsmooth.scans.plan import OF_SOFTMAX, CellBatch, ScanCell
-from howsmooth.scans.scan_options import ScanSettings
+from howsmooth.scans.plan import OF_SOFTMAX, CellBatch, ScanCell, ScanSettings
 from howsmooth.scans.scan_store import Store
 
 _SPLIT = 4
