@@ -102,11 +102,6 @@ def softmax_jacobian_inf_norm(p: Tensor) -> Tensor:
     return (2 * p * (1 - p)).amax(-1)
 
 
-def softmax_half(value: Tensor, weights: Tensor, tokens: Tensor, score: Tensor) -> Tensor:
-    """‖V‖(‖P‖ + ‖X‖²‖A‖), from ‖V‖, ‖P‖, ‖X‖ and ‖A‖."""
-    return value * (weights + tokens.square() * score)
-
-
 @theorem(
     "nair2025.ball",
     r"\|V\|\,\bigl(\sqrt n+nR^2\|A\|\bigr)",
@@ -141,7 +136,8 @@ def norms_at(group: Paths, where: Setting) -> tuple[Tensor, Tensor, Tensor, Tens
     on_paths=True,
 )
 def _softmax_half_at_point(group: Paths, where: Setting) -> Tensor:
-    return softmax_half(*norms_at(group, where))
+    """‖V‖(‖P‖ + ‖X‖²‖A‖): g is at most ½."""
+    return softmax_jacobian_bound(*norms_at(group, where), 0.5)
 
 
 YUDIN = "Yudin, Gaponov, Kudriashov, Rakhuba 2025"
@@ -159,7 +155,9 @@ def softmax_jacobian_norm(p: Tensor) -> Tensor:
     return first * (1 - first + second)
 
 
-def softmax_jacobian_bound(value: Tensor, weights: Tensor, tokens: Tensor, score: Tensor, sharpness: Tensor) -> Tensor:
+def softmax_jacobian_bound(
+    value: Tensor, weights: Tensor, tokens: Tensor, score: Tensor, sharpness: Tensor | float
+) -> Tensor:
     r""":math:`\|V\|(\|P\| + 2\|X\|^2\|A\|\max_ig(P_i))`, from the norms of each head and max g."""
     return value * (weights + 2 * tokens.square() * score * sharpness)
 

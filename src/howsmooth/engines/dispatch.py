@@ -183,7 +183,6 @@ class _Submission(Generic[Item]):
     waiting: deque[list[int]] = field(default_factory=deque)
     running: dict[Future[list[Answer]], list[int]] = field(default_factory=dict)
     reasons: dict[int, list[str]] = field(default_factory=dict)
-    failures: list[Failure] = field(default_factory=list)
     done: int = 0
 
     def run(self) -> list[Failure]:
@@ -202,7 +201,7 @@ class _Submission(Generic[Item]):
         finally:
             for future in self.running:
                 future.cancel()
-        return sorted(self.failures, key=lambda failure: failure.place)
+        return [Failure(place, tuple(all_)) for place, all_ in sorted(self.reasons.items()) if len(all_) == ATTEMPTS]
 
     def _submitted(self, task: list[int]) -> Future[list[Answer]]:
         chosen = [self.items[index] for index in task]
@@ -252,7 +251,6 @@ class _Submission(Generic[Item]):
             self.retry(index, reason)
             self.waiting.append([index])
             return
-        self.failures.append(Failure(index, tuple(reasons)))
         self.done += 1
 
     def _report(self, index: int | None = None, seconds: float = 0.0) -> None:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from howsmooth._util.common import first_line
@@ -112,7 +113,7 @@ def serve() -> None:
             if number is None:
                 cancel = task
                 break
-            cluster.submit(task, _answer(say, number))
+            cluster.submit(task, partial(_answer, say, number))
     cluster.leave(True, cancel)
     sys.modules["ray"].shutdown()
 
@@ -126,11 +127,8 @@ def _end_with_daemons() -> None:
             os._exit(1)
 
 
-def _answer(say: Callable[[object], None], number: int) -> Done:
-    def done(value: bytes | None, error: BaseException | None) -> None:
-        say((number, value, None if error is None else first_line(error, kind=True)))
-
-    return done
+def _answer(say: Callable[[object], None], number: int, value: bytes | None, error: BaseException | None) -> None:
+    say((number, value, None if error is None else first_line(error, kind=True)))
 
 
 def _knock(address: str | None, seconds: float = 10.0) -> None:
@@ -169,7 +167,7 @@ class Ray(Executor):
         """As `concurrent.futures.Executor.submit`."""
         answer: Future[Any] = Future()
         answer.set_running_or_notify_cancel()
-        self._joined.submit(self._pack((fn, args, kwargs)), lambda value, error: _settle(answer, value, error))
+        self._joined.submit(self._pack((fn, args, kwargs)), partial(_settle, answer))
         return answer
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -207,7 +205,7 @@ class _Host:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._tasks, self._answers = self._process.stdin, self._process.stdout
-        self._waiting: dict[int, Callable[[bytes | None, BaseException | None], None]] = {}
+        self._waiting: dict[int, Done] = {}
         self._lock, self._count, self._over = threading.Lock(), 0, False
         self._tell(address, threads)
         try:
@@ -224,7 +222,7 @@ class _Host:
         self._listening = threading.Thread(target=self._listen, daemon=True)
         self._listening.start()
 
-    def submit(self, task: bytes, done: Callable[[bytes | None, BaseException | None], None]) -> None:
+    def submit(self, task: bytes, done: Done) -> None:
         with self._lock:
             if self._over:
                 raise self._ended()

@@ -119,21 +119,15 @@ class Worker:
 
     def measure(self, unit: Unit) -> list[tuple[ScanCell, CellValues]]:
         """The cells of a unit with their values."""
-        targets = self._targets(unit)
+        key, model = (unit.origin, unit.ids.tobytes()), self.model(unit.origin)
         with fitting(unit.batches[0].length):
+            if self._read is None or self._read[:2] != key:
+                self._read = None
+                targets = Targets(model, Window(torch.from_numpy(unit.ids.copy()), [], 0))
+                targets.read(maps=any(batch.what in OF_SOFTMAX for batch in unit.batches))
+                self._read = (*key, targets)
+            targets = self._read[2]
             return [row for batch in unit.batches for row in measure_batch(targets, batch, unit.settings)]
-
-    def _targets(self, unit: Unit) -> Targets:
-        key, read = (unit.origin, unit.ids.tobytes()), self._read
-        if read is not None and read[:2] == key:
-            return read[2]
-        model = self.model(unit.origin)
-        with fitting(unit.batches[0].length):
-            self._read = None
-            targets = Targets(model, Window(torch.from_numpy(unit.ids.copy()), [], 0))
-            targets.read(maps=any(batch.what in OF_SOFTMAX for batch in unit.batches))
-        self._read = (*key, targets)
-        return targets
 
 
 WORKER = Worker()
