@@ -338,26 +338,6 @@ def _some(tensors: _Tensors, maps: slice) -> _Tensors:
     return replace(tensors, **{name: tensor[maps] for name, tensor in vars(tensors).items()})
 
 
-def query_blocks(attention: AttentionMap, x: Tensor) -> Tensor:
-    r"""The derivative of each head's field in its query point, ``(heads, n, d_out, d)`` (batch first, when x has one).
-
-    It is :math:`W[\sum_j S_{ij}(v_j-m_i)k_j^\top]M^q_i`: for dot-product attention
-    :math:`W\,\mathrm{Cov}_i(v,k)\,M^q_i`, how the output at token i moves when its query moves and all keys and values
-    stay.
-
-    >>> import howsmooth as hs
-    >>> head = hs.SelfAttention.from_bilinear(torch.eye(1), torch.eye(1))
-    >>> query_blocks(head, torch.tensor([[0.0], [1.0], [-1.0]]))[0, 0]  # the variance of 0, 1, −1
-    tensor([[0.6667]], dtype=torch.float64)
-    """
-    n = x.shape[-2]
-    blocks = []
-    for group in paths(attention, x, reduced=False):
-        maps, i = torch.cartesian_prod(torch.arange(len(group.value)), torch.arange(n)).unbind(1)
-        blocks.append(group.query_block(maps, i).unflatten(0, (-1, n)))
-    return torch.cat(blocks).reshape(*x.shape[:-2], attention.heads, n, attention.out_features, attention.in_features)
-
-
 def scatter(weights: Tensor, vectors: Tensor, centres: Tensor) -> Tensor:
     r""":math:`\sum_j w_{ij}(v_j-c_i)(v_j-c_i)^\top`, ``(g, n, k, k)``, by one product with all pairs of coordinates.
 

@@ -63,9 +63,6 @@ class _NewStore:
             self.scans[row["scan"]]["tally"] ^= written
         return written is not None
 
-    def add_shard(self, row: StoreRow) -> None:
-        self.scans[row["scan"]]["tally"] ^= put(self.db, "shards", row) or 0
-
 
 @contextmanager
 def _new_store(out: Path) -> Iterator[_NewStore]:
@@ -279,7 +276,7 @@ def salvage(path: Path | str, into: Path | str) -> Salvaged:
 def _copy(pieces: Pieces, new: _NewStore) -> int | None:
     """Add every row that is whole; the number of cells that were written once, None where it cannot be read."""
     scans = list(pieces.rows("scans"))
-    windows: dict[tuple[int, int, int], StoreRow | None] = {}
+    windows: dict[tuple[int, int, int], bool] = {}
     for row in scans:
         new.add_scan(row)
     for row in pieces.rows("cells"):
@@ -287,14 +284,13 @@ def _copy(pieces: Pieces, new: _NewStore) -> int | None:
         if row["scan"] not in new.scans:
             continue
         if key not in windows:
-            windows[key] = pieces.window(key)
-            if windows[key] is not None:
-                put(new.db, "windows", windows[key] or {})
-        if windows[key] is not None:
+            window = pieces.window(key)
+            windows[key] = window is not None and put_window(new.db, window)
+        if windows[key]:
             new.add_cell(row)
     for row in pieces.rows("shards"):
         if row["scan"] in new.scans:
-            new.add_shard(row)
+            new.scans[row["scan"]]["tally"] ^= put(new.db, "shards", row) or 0
     return sum(row["cells"] for row in scans) if scans else None
 
 

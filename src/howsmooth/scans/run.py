@@ -282,7 +282,7 @@ def _measured(ready: Prepared, options: ScanOptions, shard: Shard | None) -> Sca
     identity, plan = ready.identity, ready.plan
     with Store.writing(MEMORY if options.out is None else options.out) as store:
         number = store.begin(identity, options.resume)
-        part = None if shard is None else shard.of(plan, identity.model_sha256, identity.text_sha256)
+        part = None if shard is None else shard.of(plan)
         note_shard(store, number, part)
         report = options.progress or scan_bar() or (lambda progress: None)
         driver = ScanDriver(ready, plan if part is None else part.part(plan), store, number, report)

@@ -219,11 +219,10 @@ class Shard:
         units = split(plan, self.count)
         return [batch for unit in units[self.number - 1 :: self.count] for batch in unit]
 
-    def of(self, plan: Sequence[CellBatch], model_sha256: str, text_sha256: str) -> Shard:
-        """This part of a scan, with the fields that the store records."""
-        said = hashlib.sha256(repr(list(plan)).encode()).hexdigest()
-        cells = sum(len(batch.heads) for batch in self.part(plan))
-        return replace(self, model_sha256=model_sha256, text_sha256=text_sha256, plan=said, cells=cells)
+    def of(self, plan: Sequence[CellBatch]) -> Shard:
+        """This part of a plan, with the fields that the store records."""
+        digest = hashlib.sha256(repr(list(plan)).encode()).hexdigest()
+        return replace(self, plan=digest, cells=sum(len(batch.heads) for batch in self.part(plan)))
 
 
 def parse_shard(text: str) -> Shard:
