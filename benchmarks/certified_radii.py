@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.report import Section, Table, Target
 from evidence.certificates import IMAGES, NETWORK
 from evidence.real_heads import shared_folder
-from howsmooth.bounds.own.neighbourhood import softmax_ceiling
+from howsmooth.bounds.neighbourhood import softmax_ceiling
 from howsmooth.certificates import PatchTransformer
 from howsmooth.certificates.ball.weight_perturbation import largest_mean
 from howsmooth.certificates.certify_any import certify_patches

@@ -23,11 +23,9 @@ from howsmooth.engines import Load, submit_all
 from howsmooth.engines.processes import Processes
 from howsmooth.models import open_model
 from howsmooth.scans import Store, merge, scan
-from howsmooth.scans.plan import CellBatch, ScanCell
-from howsmooth.scans.scan_options import ScanSettings
+from howsmooth.scans.plan import CellBatch, ScanCell, ScanSettings
 from howsmooth.scans.scan_store import Identity
-from howsmooth.scans.shards import Shard
-from howsmooth.scans.units import split
+from howsmooth.scans.units import Shard, split
 
 TEXT = """All heads of all-MiniLM-L6-v2 on windows of Alice in Wonderland, by this process and by two workers in turns,
 one thread of torch in each, the least of several rounds. The workers run and have the model open; how long that took is

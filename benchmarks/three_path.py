@@ -11,7 +11,7 @@ import howsmooth as hs
 from benchmarks.cases import Case, minilm_cases, random_case
 from benchmarks.report import Section, Table, Target
 from benchmarks.timing import best_seconds
-from howsmooth.bounds.own.three_path import ThreePath, three_path_parts
+from howsmooth.bounds.point_bounds import ThreePath, three_path_parts
 
 TEXT = """An upper bound on ‖J_h‖ of all heads that needs no iteration on the Jacobian, against `hs.measure_heads` to
 1e-3: milliseconds for all heads together, the bound over the measured value (least, median, most over heads), and the

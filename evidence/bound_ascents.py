@@ -15,7 +15,7 @@ import howsmooth as hs
 from evidence.ascent import ROUNDING, Case, Free, ascend, exact, ratios
 from evidence.bound_cases import SCOPES, Draw, coordinates, kinds, places, stream
 from evidence.tables import table
-from howsmooth.bounds import CATALOGUE, Bound, Setting, kim2021
+from howsmooth.bounds import CATALOGUE, Bound, Setting, l2_bounds
 from howsmooth.sets.ellipsoid import Ellipsoid
 
 TITLE = "Upper bounds under gradient ascent"
@@ -163,14 +163,14 @@ def _head(score: Tensor, mask: str | None) -> Callable[[Free], nn.Module]:
 def wrong_power() -> Claims:
     """Lip₂ of L2 attention with ‖W_h‖² instead of ‖W_h‖⁴ in the root, at N = 2, D = H = 1, W = 10."""
     n, weight = 2, 10.0
-    claimed = torch.tensor(n**0.5 * (4 * kim2021.phi_inverse(n - 1) + 1) * weight, dtype=torch.float64)
+    claimed = torch.tensor(n**0.5 * (4 * l2_bounds.phi_inverse(n - 1) + 1) * weight, dtype=torch.float64)
     yield _l2_case(weight, n, 0.1), claimed
 
 
 def tied_bound_on_l2(weight: float, size: float, **broken: object) -> Claims:
     """Lip_∞ of proper L2 attention claimed for one whose definition is ``broken``."""
     n, one = 3, torch.ones(1, 1, 1, dtype=torch.float64)
-    claimed = kim2021.lip_inf(weight * one, one, one, n)
+    claimed = l2_bounds.lip_inf(weight * one, one, one, n)
     yield _l2_case(weight, n, size, **broken), claimed
 
 

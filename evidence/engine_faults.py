@@ -25,8 +25,7 @@ from howsmooth.engines import Engine, EngineError, open_engine, submit_all
 from howsmooth.engines.choice import load_of
 from howsmooth.errors import HowsmoothError
 from howsmooth.scans import Store
-from howsmooth.scans.plan import ScanCell
-from howsmooth.scans.scan_options import ScanSettings
+from howsmooth.scans.plan import ScanCell, ScanSettings
 from howsmooth.scans.scan_store import Identity
 
 TITLE = "Every fault ten times on every engine"

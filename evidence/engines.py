@@ -29,9 +29,8 @@ from howsmooth.engines import Engine, open_engine
 from howsmooth.scans import Scan, Store, merge, units
 from howsmooth.scans import scan as run_scan
 from howsmooth.scans.cost import predict
-from howsmooth.scans.driver import ScanDriver
-from howsmooth.scans.prepare import prepare
-from howsmooth.scans.scan_options import ScanOptions
+from howsmooth.scans.plan import ScanOptions
+from howsmooth.scans.run import ScanDriver, prepare
 from howsmooth.scans.units import Unit, measure_unit
 
 TITLE = "The same scan by every engine, and what dies on the way"
@@ -172,7 +171,7 @@ def predicted(model: str, **asked: Any) -> tuple[int, float, float]:
     """
     ready = prepare(model, None, ScanOptions(**asked))
     ready.at_hand.clear()
-    expected = predict(ready.model, ready.plan, ready.cut, ready.settings, clock=time.process_time)
+    expected = predict(ready, ready.plan, clock=time.process_time)
     begun = time.process_time()
     with Store.writing(MEMORY) as store:
         ScanDriver(ready, ready.plan, store, store.begin(ready.identity), lambda progress: None).measure_here()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from howsmooth.attention import AttentionMap
 from howsmooth.attention.masks import Maps
 from howsmooth.attention.stages import Chain
-from howsmooth.bounds.own.neighbourhood import softmax_ceiling
+from howsmooth.bounds.neighbourhood import softmax_ceiling
 from howsmooth.certificates.network.parts_ir import (
     ActivationPart,
     AttentionPart,

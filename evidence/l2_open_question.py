@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from evidence.tables import table
-from howsmooth.bounds.kim2021 import phi_inverse
-from howsmooth.bounds.own.l2_bounds import average_lip_2, tight_input, wide_lower
+from howsmooth.bounds.l2_bounds import average_lip_2, phi_inverse, tight_input, wide_lower
 
 TITLE = "How large is the 2-norm constant of L2 attention?"
 COUNTS = (10, 30, 100, 300, 1000)

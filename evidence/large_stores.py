@@ -17,8 +17,7 @@ import numpy as np
 
 from evidence.tables import table
 from howsmooth.scans import Store
-from howsmooth.scans.plan import ScanCell
-from howsmooth.scans.scan_options import ScanSettings
+from howsmooth.scans.plan import ScanCell, ScanSettings
 from howsmooth.scans.scan_store import Identity
 
 TITLE = "How large may a scan be?"

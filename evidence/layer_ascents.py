@@ -19,8 +19,7 @@ from evidence.bound_cases import Draw, coordinates
 from evidence.tables import table
 from howsmooth import nn as layers
 from howsmooth.bounds import Setting
-from howsmooth.bounds.kim2021 import l2_weights
-from howsmooth.bounds.own.l2_bounds import block_lip_2
+from howsmooth.bounds.l2_bounds import block_lip_2, l2_weights
 from howsmooth.nn.layers.attention_layer import AttentionLayer, CallMasks
 from howsmooth.norms.small_matrices import spectral
 from howsmooth.sets.ellipsoid import Ellipsoid

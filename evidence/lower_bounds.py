@@ -11,7 +11,7 @@ from torch import Tensor
 import howsmooth as hs
 from evidence.tables import table
 from howsmooth.bounds import get
-from howsmooth.bounds.own.lower_bounds import two_cluster_input
+from howsmooth.bounds.lower_bounds import two_cluster_input
 from howsmooth.meanfield import Measure, local_constant
 from howsmooth.sets.ellipsoid import Ellipsoid
 

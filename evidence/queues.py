@@ -16,8 +16,8 @@ from howsmooth.engines import Load, submit_all
 from howsmooth.engines.dispatch import State
 from howsmooth.engines.processes import Processes
 from howsmooth.scans import makespan
-from howsmooth.scans.prepare import Prepared, prepare
-from howsmooth.scans.scan_options import ScanOptions
+from howsmooth.scans.plan import ScanOptions
+from howsmooth.scans.run import Prepared, prepare
 from howsmooth.scans.units import Origin, Unit, measure_unit, open_for, split
 
 TITLE = "A queue of units, replayed"
@@ -97,7 +97,7 @@ def measured(model: str = MODEL, lengths: str = LENGTHS, windows: int = WINDOWS)
 def _units(ready: Prepared) -> list[Unit]:
     origin = Origin.of(ready.model)
     return [
-        Unit(origin, ready.cut[one[0].length][one[0].window].ids.numpy(), one, ready.settings)
+        Unit(origin, ready.cut[one[0].length][one[0].window].ids.numpy(), one, ready.identity.settings)
         for one in split(ready.plan, WORKERS)
     ]
 

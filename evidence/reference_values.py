@@ -13,7 +13,7 @@ from torch import Tensor
 import howsmooth as hs
 from evidence.tables import table
 from howsmooth.bounds import get
-from howsmooth.bounds.kim2021 import not_lipschitz_witness, phi_inverse
+from howsmooth.bounds.l2_bounds import not_lipschitz_witness, phi_inverse
 from howsmooth.meanfield import Measure, local_constant
 
 TITLE = "Reference values, computed again"

@@ -19,7 +19,7 @@ from typing import Any
 
 from evidence.tables import table
 from howsmooth.scans import Store, scan
-from howsmooth.scans.scan_options import ScanProgress
+from howsmooth.scans.plan import ScanProgress
 
 TITLE = "Does a scan survive being killed?"
 ROOT = Path(__file__).resolve().parents[1]

@@ -9,11 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from evidence.real_heads import shared_folder
 from evidence.tables import FOLDER, table
-from howsmooth.bounds.own.l2_bounds import average_lip_2, lower_2
+from howsmooth.bounds.l2_bounds import average_lip_2, average_lower_2
 from howsmooth.models import alice
 from howsmooth.papers.training import Corpus, Grid, TrainingSettings, run_grid
 from howsmooth.papers.training.grid import COMPARED_KINDS, GridProgress, gap_closed, mean_bits, write_table
@@ -165,8 +163,7 @@ def parts(progress: Show = lambda text: None) -> list[str]:
     allowed = run(RUNS / "training-grid", corpus, constants(), progress)
     results = [result for some in (*found.values(), *allowed.values()) for result in some]
     total = sum(len(grid.cells()) for grid in (*wanted.values(), *constants().values()))
-    one = torch.ones(1, 1, 1, dtype=torch.float64)
-    at_least = float(lower_2(one, one, BASE.length))
+    at_least = average_lower_2(BASE.length)
     write_table(FOLDER, results, "training-grid.csv")
     draw(found, wanted, FOLDER / "training-grid.png")
     return [

@@ -16,8 +16,7 @@ from evidence.real_heads import GPT2_FILE, shared_folder
 from evidence.tables import table
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds.bound_table import BoundRow
-from howsmooth.bounds.castin2024 import real_eigenpairs
-from howsmooth.bounds.own.lower_bounds import two_cluster_input
+from howsmooth.bounds.lower_bounds import real_eigenpairs, two_cluster_input
 from howsmooth.models.weight_files import load_attention
 from howsmooth.reports.growth import Growth, growth
 from howsmooth.reports.growth.laws import ROUNDING
@@ -45,7 +44,7 @@ class Point:
 
     Attributes:
         branches: the larger σ of the inputs of Castin et al. 2024, both eigenvalue branches, the outlier first.
-        clusters: σ at the two clusters of `howsmooth.bounds.own.lower_bounds`, their pair and scale chosen for the
+        clusters: σ at the two clusters of `howsmooth.bounds.lower_bounds`, their pair and scale chosen for the
             head.
         poles: σ at `howsmooth.search.search_question.two_poles`.
         search: what the search reaches, which has all of these among its starts; start: the one that led there.

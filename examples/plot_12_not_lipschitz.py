@@ -9,7 +9,7 @@ grows like t². Squared distances in place of dot products, with the factor :mat
 import torch
 
 import howsmooth as hs
-from howsmooth.bounds.kim2021 import not_lipschitz_witness
+from howsmooth.bounds.l2_bounds import not_lipschitz_witness
 from howsmooth.reports.figures import new_figure
 
 one = torch.eye(1, dtype=torch.float64)

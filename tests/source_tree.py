@@ -32,7 +32,7 @@ class Import:
 def package(module: str) -> str:
     """The first part of a module's path; that of the package itself is ``howsmooth``.
 
-    >>> package("howsmooth.bounds.kim2021"), package("howsmooth.errors"), package("howsmooth")
+    >>> package("howsmooth.bounds.l2_bounds"), package("howsmooth.errors"), package("howsmooth")
     ('bounds', 'errors', 'howsmooth')
     """
     return module.split(".")[1] if "." in module else module

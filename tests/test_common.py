@@ -31,7 +31,7 @@ from howsmooth.errors import InvalidInput
 from howsmooth.papers.training import CharacterModel, TrainingSettings
 from howsmooth.papers.training.loop import bits_per_character, locked
 from howsmooth.papers.training.text_batches import TextBatch
-from howsmooth.scans.schema import STORE
+from howsmooth.scans.scan_store import STORE
 
 
 @pytest.fixture

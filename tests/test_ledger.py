@@ -94,10 +94,10 @@ def test_a_ledger_that_is_cut_short_is_refused_or_says_the_same(path: Path) -> N
     assert refused
 
 
-@pytest.mark.parametrize(("version", "said"), [(0, "is damaged"), (2, "written by a later version")])
-def test_ledgers_of_other_versions_are_refused(path: Path, version: int, said: str) -> None:
+@pytest.mark.parametrize("version", [0, 2])
+def test_ledgers_of_other_versions_are_refused(path: Path, version: int) -> None:
     change(path, f"PRAGMA user_version = {version}")
-    with pytest.raises(StoreError, match=said):
+    with pytest.raises(StoreError, match="was written by another version of howsmooth"):
         written(path)
 
 

@@ -15,7 +15,7 @@ from evidence.bound_ascents import CONTROLS, Control, Effort, attack, cases_for,
 from evidence.bound_cases import KINDS, Draw, coordinates, kinds, places, stream
 from howsmooth.bounds import Bound
 from howsmooth.bounds.catalogue import Assumption
-from howsmooth.bounds.kim2021 import phi_inverse
+from howsmooth.bounds.l2_bounds import phi_inverse
 from howsmooth.sets.ellipsoid import Ellipsoid
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.bounds.head_constants import head_numbers, value_matrices
+from howsmooth.bounds.question_setting import head_numbers, value_matrices
 from howsmooth.sets.ellipsoid import Ellipsoid
 
 N, WIDTH, HEADS = 7, 8, 2

@@ -16,7 +16,7 @@ from howsmooth.bounds.question_setting import Setting
 from howsmooth.nn import CosineAttention
 from howsmooth.nn.invertible.branches import AttentionBranch
 from howsmooth.scans.cell_values import head_values
-from howsmooth.scans.scan_options import ScanSettings
+from howsmooth.scans.plan import ScanSettings
 from howsmooth.search.sandwich_search import tightest_upper
 from howsmooth.sets import Ball, Everywhere
 

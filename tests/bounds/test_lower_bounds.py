@@ -8,8 +8,7 @@ import torch
 import howsmooth as hs
 from evidence.point_rounding import Case, truth
 from howsmooth.bounds import get
-from howsmooth.bounds.castin2024 import large_radius_limit, lower_sqrt_n, real_eigenpairs
-from howsmooth.bounds.own.lower_bounds import two_cluster_input
+from howsmooth.bounds.lower_bounds import large_radius_limit, lower_sqrt_n, real_eigenpairs, two_cluster_input
 from howsmooth.sets.ellipsoid import Ellipsoid
 
 EYE = torch.eye(2, dtype=torch.float64)

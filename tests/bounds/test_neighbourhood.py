@@ -10,8 +10,8 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.attention import AttentionMap
-from howsmooth.bounds.own.neighbourhood import softmax_ceiling, three_path_ball
-from howsmooth.bounds.own.three_path import three_path, value_gain
+from howsmooth.bounds.neighbourhood import softmax_ceiling, three_path_ball
+from howsmooth.bounds.point_bounds import three_path, value_gain
 from howsmooth.bounds.three_paths import paths
 
 HIDDEN = -float("inf")

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 import howsmooth as hs
 from howsmooth.attention import UnitNorm
 from howsmooth.attention.autodiff_maps import GradientStepAttention, LipschitzNormAttention
-from howsmooth.bounds import furuya2026, get, ramapuram2024
-from howsmooth.bounds.own import gradient_step_bound, lipschitz_norm_bound, normalised, sigmoid_bound
-from howsmooth.bounds.qi2023 import cosine as printed_cosine
+from howsmooth.bounds import get, other_attentions
+from howsmooth.bounds.other_attentions import cosine as printed_cosine
 from howsmooth.bounds.question_setting import Setting, setting
 from howsmooth.sets.ellipsoid import Ellipsoid
 
@@ -203,7 +202,7 @@ def test_the_non_expansive_step_survives_ascent(case: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_a_short_gradient_step_never_expands(seed: int) -> None:
     points = draw(seed, 2 + seed % 4, 3)
-    step = float(furuya2026.longest_step(points))
+    step = float(other_attentions.longest_step(points))
     attention = GradientStepAttention(torch.eye(3, dtype=torch.float64), points, step)
     assert get("furuya2026.nonexpansive")(attention) == 1
     x, y = draw(seed + 1, 200, 3, scale=2.0), draw(seed + 2, 200, 3, scale=2.0)
@@ -227,7 +226,7 @@ def test_two_points_attain_the_gradient_step_bound() -> None:
 def test_the_gradient_step_bound_allows_every_step_of_the_paper_and_more() -> None:
     points = torch.tensor([[5.0, 1.0], [5.0, -1.0]], dtype=torch.float64)  # far from the origin, close together
     attention = GradientStepAttention(torch.eye(2, dtype=torch.float64), points, 2.0)
-    assert float(furuya2026.longest_step(points)) < 0.1
+    assert float(other_attentions.longest_step(points)) < 0.1
     assert get("howsmooth.gradient_step")(attention) == 1
     assert float(jacobian_norm(attention, draw(0, 3, 2))) <= 1 + 1e-12
 
@@ -235,7 +234,7 @@ def test_the_gradient_step_bound_allows_every_step_of_the_paper_and_more() -> No
 @pytest.mark.parametrize("seed", range(20))
 def test_the_longest_step_of_the_paper_gives_one_in_our_bound(seed: int) -> None:
     points = draw(seed, 6, 3) + draw(seed + 1, 3)
-    assert gradient_step_bound.gradient_step(points, float(furuya2026.longest_step(points))) == 1
+    assert other_attentions.gradient_step(points, float(other_attentions.longest_step(points))) == 1
 
 
 def test_own_cosine_bound_is_never_above_that_of_the_paper() -> None:
@@ -309,7 +308,7 @@ def test_sigmoid_numbers_hold_for_every_token_of_the_set() -> None:
         biases = {name: draw(seed + 50 + i, 3) for i, name in enumerate(("query_bias", "key_bias", "value_bias"))}
         attention = hs.SigmoidAttention(*draw(seed, 4, 3, 3), rotary=rotary, logit_shift=0.5, **biases)
         tokens = Ellipsoid.rms_norm(draw(seed + 9, 3), draw(seed + 10, 3))
-        numbers = sigmoid_bound.sigmoid_numbers(attention, tokens, n=400)
+        numbers = other_attentions.sigmoid_numbers(attention, tokens, n=400)
         x = tokens.at(torch.nn.functional.normalize(draw(seed + 11, 400, 3), dim=-1))
         logits = torch.logit(attention.weights(x))
         assert numbers.low <= logits.min()
@@ -333,7 +332,7 @@ def test_reach_holds_for_every_token_of_the_set() -> None:
         return out
 
     slope = max(float(torch.linalg.matrix_norm(torch.func.jacrev(project)(t[None])[0, :, 0], 2)) for t in x)
-    everywhere, here = (normalised.Reach.of(weight, bias, stages, where) for where in (None, tokens))
+    everywhere, here = (other_attentions.Reach.of(weight, bias, stages, where) for where in (None, tokens))
     assert project(x).norm(dim=-1).max() <= here.most <= everywhere.most
     assert slope <= here.slope < everywhere.slope  # the bias keeps projected tokens away from zero
 
@@ -344,7 +343,7 @@ def test_mixing_of_lipschitz_norm_never_passes_its_constant_and_comes_near() -> 
         t = torch.full((n,), n**-0.5, dtype=torch.float64)
         column = torch.sigmoid(2 * t - math.log(n - 1)).sum()
         highest = max(highest, float(column))
-    assert 0.93 * lipschitz_norm_bound.MIXING <= highest**0.5 <= lipschitz_norm_bound.MIXING
+    assert 0.93 * other_attentions.MIXING <= highest**0.5 <= other_attentions.MIXING
 
 
 def test_multi_head_bounds_cover_the_block() -> None:
@@ -409,7 +408,7 @@ def test_the_local_sigmoid_bound_is_false_with_rotary_positions_and_refuses() ->
     attention = hs.SigmoidAttention(to_first, to_second, EYE, rotary=rotary, scale=1.0)
     x = torch.tensor([[0.0, 50.0], [1.0, 50.0]], dtype=torch.float64)
     score = torch.linalg.matrix_norm(to_second.T @ to_first, 2)  # zero: unturned, queries and keys never meet
-    assert jacobian_norm(attention, x) > 1.5 * ramapuram2024.sigmoid_local(1.0, score, attention.weights(x), x)
+    assert jacobian_norm(attention, x) > 1.5 * other_attentions.sigmoid_local(1.0, score, attention.weights(x), x)
     message = refusal("ramapuram2024.local", attention, over=x)
     assert "rotary" in message
     assert "the nearest bound that does apply is howsmooth.three_path" in message

@@ -12,12 +12,16 @@ from torch import Tensor
 import howsmooth as hs
 from evidence.attention_cases import MASKS, grid, tokens
 from howsmooth.attention import AttentionMap
-from howsmooth.bounds import nair2025, yudin2025
-from howsmooth.bounds.own import local_bound
+from howsmooth.bounds import softmax_jacobian
 from howsmooth.bounds.question_setting import Setting, setting
 from howsmooth.testing import dense_jacobian
 
-NAMES = ("howsmooth.local", "howsmooth.softmax_jacobian", "yudin2025.softmax_jacobian", "nair2025.softmax_half")
+NAMES = (
+    "howsmooth.local",
+    "howsmooth.softmax_jacobian",
+    "yudin2025.softmax_jacobian",
+    "nair2025.softmax_half",
+)
 POINT = pytest.mark.parametrize("name", NAMES)
 
 
@@ -89,7 +93,7 @@ def test_local_equals_its_formula_computed_token_by_token() -> None:
             blocks.append(torch.linalg.matrix_norm(covariance @ a, 2))
             growth.append(1 + (a @ x[i] + b).norm() * covariance.trace().clamp_min(0).sqrt())
         exact = torch.linalg.matrix_norm(v, 2) * (max(blocks) + max(growth) * p.sum(0).max().sqrt())
-        assert float(local_bound.local(attention, x)) == pytest.approx(float(exact), rel=1e-9)
+        assert float(hs.bounds.get("howsmooth.local")(attention, over=x)) == pytest.approx(float(exact), rel=1e-9)
 
 
 def test_local_needs_its_column_sums() -> None:
@@ -97,7 +101,7 @@ def test_local_needs_its_column_sums() -> None:
     x = torch.ones(50, 1, dtype=torch.float64)
     x[0] = -1
     columns = float(attention.weights(x)[0].sum(0).max())
-    assert float(local_bound.local(attention, x)) / columns**0.5 < constant(attention, x)
+    assert float(hs.bounds.get("howsmooth.local")(attention, over=x)) / columns**0.5 < constant(attention, x)
 
 
 def test_nonlinear_values_are_refused_by_the_local_bound() -> None:
@@ -112,7 +116,7 @@ def test_softmax_jacobian_norms_bound_the_eigenvalues(n: int) -> None:
     p = p / p.sum(-1, keepdim=True)
     jacobians = torch.diag_embed(p) - p[:, :, None] * p[:, None]
     exact = torch.linalg.eigvalsh(jacobians)[:, -1]
-    yudin, nair = yudin2025.softmax_jacobian_norm(p), nair2025.softmax_jacobian_inf_norm(p)
+    yudin, nair = softmax_jacobian.softmax_jacobian_norm(p), softmax_jacobian.softmax_jacobian_inf_norm(p)
     assert bool((exact <= yudin + 1e-15).all())
     assert bool((yudin <= 0.5 + 1e-15).all())
     assert bool((nair <= 0.5 + 1e-15).all())
@@ -124,7 +128,7 @@ def test_softmax_jacobian_norms_bound_the_eigenvalues(n: int) -> None:
 def test_softmax_jacobian_norm_is_reached_and_not_improvable_to_the_largest_variance() -> None:
     p = torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64)
     top = torch.linalg.eigvalsh(torch.diag(p) - torch.outer(p, p))[-1]
-    assert float(yudin2025.softmax_jacobian_norm(p)) == pytest.approx(float(top)) == 0.5
+    assert float(softmax_jacobian.softmax_jacobian_norm(p)) == pytest.approx(float(top)) == 0.5
     assert float(top) > float((p * (1 - p)).max())
 
 

@@ -13,7 +13,7 @@ import howsmooth as hs
 from evidence.attention_cases import grid, tokens
 from evidence.point_rounding import CLUSTERS, LOGITS, far_clusters, large_logits, ratios, truth
 from howsmooth.attention.stages import TokenDerivative, TokenStage
-from howsmooth.bounds.own.three_path import three_path
+from howsmooth.bounds.point_bounds import three_path
 from howsmooth.bounds.three_paths import paths
 from howsmooth.meanfield import Measure, local_constant
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.bounds import get
-from howsmooth.bounds.emadi2026 import balanced_mass
-from howsmooth.bounds.zhai2023 import entropy_floor, printed_floor
+from howsmooth.bounds.softmax_jacobian import balanced_mass, entropy_floor, printed_floor
 from howsmooth.testing import check_bound
 
 

@@ -13,7 +13,7 @@ import howsmooth as hs
 from evidence.attention_cases import KINDS, MASKS, grid, tokens
 from howsmooth import models
 from howsmooth.attention import AttentionMap
-from howsmooth.bounds.own.three_path import (
+from howsmooth.bounds.point_bounds import (
     cross_norm,
     diagonal_norm,
     key_weights,
@@ -24,11 +24,20 @@ from howsmooth.bounds.own.three_path import (
     three_path_parts,
     value_gain,
 )
-from howsmooth.bounds.three_paths import paths, query_blocks
+from howsmooth.bounds.three_paths import paths
 from howsmooth.testing import dense_jacobian as dense
 
 STEP = 47
 CASES = pytest.mark.parametrize(("kind", "mask"), list(itertools.product(KINDS, MASKS)))
+
+
+def query_blocks(attention: AttentionMap, x: Tensor) -> Tensor:
+    """W[Σ_j S_ij(v_j − m_i)k_jᵀ]M^q_i, the derivative of each head in its query point: ``(heads, n, d_out, d)``."""
+    blocks = []
+    for group in paths(attention, x, reduced=False):
+        maps, i = torch.cartesian_prod(torch.arange(len(group.value)), torch.arange(len(x))).unbind(1)
+        blocks.append(group.query_block(maps, i).unflatten(0, (-1, len(x))))
+    return torch.cat(blocks)
 
 
 def sample(kind: str, mask: str) -> list[tuple[str, AttentionMap]]:

@@ -7,9 +7,9 @@ import torch
 
 import howsmooth as hs
 from howsmooth.bounds import get
-from howsmooth.bounds.castin2024 import mean_field as printed_mean_field
-from howsmooth.bounds.own.lower_bounds import two_cluster_input
-from howsmooth.bounds.own.token_set_bounds import crossover
+from howsmooth.bounds.lower_bounds import two_cluster_input
+from howsmooth.bounds.token_set_bounds import castin_mean_field as printed_mean_field
+from howsmooth.bounds.token_set_bounds import crossover
 from howsmooth.sets.ellipsoid import Ellipsoid
 
 WIDTH = 4

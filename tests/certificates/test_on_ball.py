@@ -13,8 +13,8 @@ from torch import Tensor
 import howsmooth as hs
 from evidence.certificates import CURVED, ball_attacks, curved_attacks, draw, draw_curved, minilm
 from howsmooth.attention.stages import Multiple, TokenDerivative, TokenStage
-from howsmooth.bounds.head_constants import head_numbers
-from howsmooth.bounds.own.neighbourhood import softmax_ceiling
+from howsmooth.bounds.neighbourhood import softmax_ceiling
+from howsmooth.bounds.question_setting import head_numbers
 from howsmooth.bounds.three_paths import PathsAt, paths
 from howsmooth.certificates import certified_constants
 from howsmooth.certificates.ball import on_ball

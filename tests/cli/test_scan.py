@@ -16,7 +16,8 @@ import pytest
 
 from evidence.scan_faults import TEXT
 from howsmooth.cli.scan import default_store
-from howsmooth.scans import Scan, Store, driver, prepare
+from howsmooth.scans import Scan, Store
+from howsmooth.scans import run as scan_run
 from howsmooth.scans import scan as run_scan
 from tests.cli.command import Command
 
@@ -190,13 +191,13 @@ def test_no_file_of_the_model_is_overwritten(folder: Path) -> None:
 
 
 def test_a_store_that_vanishes_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = driver.measure_batch
+    measured = scan_run.measure_batch
 
     def removing(*args: object) -> object:
         Path("s.sqlite").unlink(missing_ok=True)
         return measured(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(driver, "measure_batch", removing)
+    monkeypatch.setattr(scan_run, "measure_batch", removing)
     said = refusal(TINY, "--length", 8, "--out", "s.sqlite")
     assert "s.sqlite was removed, renamed or replaced" in said
 
@@ -209,7 +210,7 @@ def test_an_interruption_before_the_first_batch_says_what_is_kept(before: int, m
     def interrupted(*args: object, **options: object) -> object:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(prepare, "open_model", interrupted)
+    monkeypatch.setattr(scan_run, "open_model", interrupted)
     done = run(TINY, "--length", 8, "--out", "s.sqlite")
     assert done.exit_code == 130
     said = "nothing new was measured; the 4 cells in s.sqlite are kept" if before else "nothing was measured yet"
@@ -219,7 +220,7 @@ def test_an_interruption_before_the_first_batch_says_what_is_kept(before: int, m
 @pytest.mark.slow
 def test_measuring_anew_that_is_interrupted_keeps_the_old_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     old = rows(TINY, "--length", 8, "--out", "s.sqlite")
-    measured, count = driver.measure_batch, iter(range(9))
+    measured, count = scan_run.measure_batch, iter(range(9))
 
     def interrupted(*args: object) -> object:
         if next(count) == 1:
@@ -228,7 +229,7 @@ def test_measuring_anew_that_is_interrupted_keeps_the_old_cells(monkeypatch: pyt
 
     anew = (TINY, "--length", 8, "--out", "s.sqlite", "--no-resume", "--rtol", 0.01)
     with monkeypatch.context() as patch:
-        patch.setattr(driver, "measure_batch", interrupted)
+        patch.setattr(scan_run, "measure_batch", interrupted)
         done = run(*anew)
     assert done.exit_code == 130
     assert "2 of 4 cells are kept" in done.stderr

@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from howsmooth.engines import EngineError, Load, submit_all
-from howsmooth.engines.dispatch import Failure, State
+from howsmooth.engines.dispatch import Failure, State, WorkerMisconfigured
 from howsmooth.engines.processes import Processes
-from howsmooth.engines.worker import WorkerMisconfigured
 
 
 def twice(number: int) -> int:
@@ -186,7 +185,7 @@ def test_a_script_whose_work_is_not_under_main_is_told_so_at_once(tmp_path: Path
 
 
 def test_what_a_worker_needs_imports_no_torch() -> None:
-    code = "import sys, howsmooth.engines.worker, howsmooth.engines.processes; sys.exit('torch' in sys.modules)"
+    code = "import sys, howsmooth.engines.dispatch, howsmooth.engines.processes; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
 
 

@@ -6,19 +6,10 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-from howsmooth.scans.plan import ScanCell
-from howsmooth.scans.scan_options import ScanSettings
+from howsmooth.scans.plan import ScanCell, ScanSettings
 from howsmooth.scans.scan_store import Identity, Store
 
 IDENTITY = Identity("tiny", "m" * 64, "float32", "words.txt", "t" * 64, ScanSettings(), "0.1.0")
-OLDER = Path(__file__).parent / "data" / "older.sqlite"
-"""Written by the version before checksums, with what it read back in a JSON file of the same name."""
-WITH_CHECKSUMS = OLDER.with_name("checksums.sqlite")
-"""The same of the version after it, before the relative condition."""
-BEFORE = OLDER.with_name("before.sqlite")
-"""Written by version 0.1.0, with what it exported in a JSON file of the same name."""
-SHARDED = OLDER.with_name("sharded.sqlite")
-"""Shard 1/2 of a scan of two heads, written by the version whose shards had no checksum."""
 TOKENS = ["[CLS]", "it's", '"<script>"', "☃"]
 
 

@@ -16,6 +16,7 @@ from howsmooth.reports.comparison_page import comparison_figure, series_figure, 
 from howsmooth.scans import Scan
 from howsmooth.scans.compare_scans import Change, Place
 from tests.cli.command import Command
+from tests.scans.stores import kept
 
 WORDS = "to be or not to be, that is the question " * 20
 
@@ -153,7 +154,7 @@ def test_the_command_reads_stores(checkpoints: tuple[Path, Path], tmp_path: Path
 
 
 def test_the_command_refuses_stores_of_different_versions_in_one_line(tmp_path: Path) -> None:
-    older = Path(__file__).parent / "data" / "before.sqlite"
+    older = kept(tmp_path / "older.sqlite")
     row = Scan.open(older).rows[0]
     newer = tmp_path / "newer.sqlite"
     hs.scan("random:bert[layers=1,width=16]", WORDS, lengths=8, out=newer)

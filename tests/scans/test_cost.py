@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from howsmooth.scans.cost import CostLaw, duration_text, makespan, predict
-from howsmooth.scans.prepare import prepare
-from howsmooth.scans.scan_options import ScanOptions
+from howsmooth.scans.plan import ScanOptions
+from howsmooth.scans.run import prepare
 
 
 @pytest.mark.parametrize("constants", [(1e-3, 2e-9, 3e-10), (0.0, 0.0, 1e-9), (5e-2, 0.0, 1e-10)])
@@ -37,7 +37,7 @@ def test_a_plan_is_predicted_from_a_clock_that_ticks_by_the_law() -> None:
         "random:bert[layers=2,width=16,heads=2]", None, ScanOptions(lengths=[6, 8], what="head,attention", windows=2)
     )
     ticks = iter(range(10**6))
-    found = predict(ready.model, ready.plan, ready.cut, ready.settings, workers=1, clock=lambda: float(next(ticks)))
+    found = predict(ready, ready.plan, workers=1, clock=lambda: float(next(ticks)))
     assert found.cells == 2 * 2 * 2 * (2 + 1)
     assert found.seconds == pytest.approx(len(ready.plan) + found.units)
     assert found.longest == pytest.approx(1 + 4)

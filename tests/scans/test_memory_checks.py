@@ -9,8 +9,8 @@ import torch
 
 from howsmooth.errors import InvalidInput
 from howsmooth.models import open_model
-from howsmooth.scans import Scan, driver, scan
-from howsmooth.scans.memory_checks import ModelSizes, check_fits, fitting, free_bytes, least_bytes
+from howsmooth.scans import Scan, run, scan
+from howsmooth.scans.cell_values import ModelSizes, check_fits, fitting, free_bytes, least_bytes
 
 TINY = "random:bert[layers=2,width=16,heads=2]"
 
@@ -32,7 +32,7 @@ def test_a_window_that_cannot_fit_is_refused_before_anything_is_read() -> None:
 
 
 def test_a_scan_says_so_before_its_first_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("howsmooth.scans.memory_checks.free_bytes", lambda: 1_000_000)
+    monkeypatch.setattr("howsmooth.scans.cell_values.free_bytes", lambda: 1_000_000)
     with pytest.raises(InvalidInput, match="n = 512 does not fit in memory"):
         scan(TINY, lengths="8,512", out=tmp_path / "s.sqlite")
     assert not (tmp_path / "s.sqlite").exists()
@@ -52,14 +52,14 @@ def test_a_scan_says_so_before_its_first_cell(tmp_path: Path, monkeypatch: pytes
 def test_running_out_keeps_the_cells_before_and_names_the_length(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    measured = driver.measure_batch
+    measured = run.measure_batch
 
     def fails(targets: object, batch: object, settings: object) -> object:
         if batch.length == 16:  # type: ignore[attr-defined]
             raise error
         return measured(targets, batch, settings)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(driver, "measure_batch", fails)
+    monkeypatch.setattr(run, "measure_batch", fails)
     with pytest.raises(InvalidInput, match="n = 16 does not fit in memory: ask for shorter lengths"):
         scan(TINY, lengths="8,16", out=tmp_path / "s.sqlite")
     assert {row["length"] for row in Scan.open(tmp_path / "s.sqlite").rows} == {8}

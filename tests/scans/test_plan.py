@@ -7,9 +7,7 @@ from itertools import product
 import pytest
 
 from howsmooth.errors import InvalidInput
-from howsmooth.scans.plan import ScanCell, make_plan
-from howsmooth.scans.scan_grammar import parse_what
-from howsmooth.scans.scan_options import ScanSettings
+from howsmooth.scans.plan import ScanCell, ScanSettings, make_plan, parse_what
 
 
 def cells(what: str, lengths: tuple[int, ...] = (8,), windows: int = 1, **options: object) -> list[ScanCell]:

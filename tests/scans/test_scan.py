@@ -19,7 +19,7 @@ from transformers import BertModel
 from howsmooth.errors import InvalidInput
 from howsmooth.models.model_inputs import read_input
 from howsmooth.scans import Scan, StoreError, scan
-from howsmooth.scans.scan_options import ScanProgress
+from howsmooth.scans.plan import ScanProgress
 from howsmooth.testing import dense_jacobian
 
 FIELDS = [

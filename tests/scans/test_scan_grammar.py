@@ -7,7 +7,7 @@ import time
 import pytest
 
 from howsmooth.errors import InvalidInput
-from howsmooth.scans.scan_grammar import Selection, parse_lengths, parse_numbers, parse_what
+from howsmooth.scans.plan import Selection, parse_lengths, parse_numbers, parse_what
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sqlite3
 import subprocess
@@ -15,9 +14,8 @@ import pytest
 
 from howsmooth.errors import InvalidInput
 from howsmooth.scans import Scan, Store, StoreError
-from howsmooth.scans.plan import ScanCell
-from howsmooth.scans.scan_options import ScanSettings
-from tests.scans.stores import BEFORE, IDENTITY, OLDER, TOKENS, batch, kept, numbers
+from howsmooth.scans.plan import ScanCell, ScanSettings
+from tests.scans.stores import IDENTITY, TOKENS, batch, kept, numbers
 
 
 @pytest.fixture
@@ -159,31 +157,27 @@ def test_a_finished_store_is_one_file_that_needs_nothing_beside_it(path: Path) -
     assert path.read_bytes()[18:20] == b"\x01\x01"  # no -wal is looked for
 
 
-@pytest.mark.parametrize("name", ["new", "older"])
-def test_a_store_is_read_where_nothing_can_be_written(path: Path, tmp_path: Path, name: str) -> None:
+def test_a_store_is_read_where_nothing_can_be_written(path: Path, tmp_path: Path) -> None:
     place = tmp_path / "medium"
     place.mkdir()
     store = place / "s.sqlite"
     if shutil.which("mount") is None or subprocess.run(["mount", "-t", "tmpfs", "none", place], check=False).returncode:
         pytest.skip("mounting a medium for reading alone needs root")
     try:
-        shutil.copyfile(kept(path) if name == "new" else OLDER, store)
+        shutil.copyfile(kept(path), store)
         subprocess.run(["mount", "-o", "remount,ro", place], check=True)
-        assert len(Scan.open(store)) == (20 if name == "new" else 23)
+        assert len(Scan.open(store)) == 20
         with pytest.raises(StoreError, match="choose another --out"), Store.writing(store):
             pass
     finally:
         subprocess.run(["umount", place], check=True)
 
 
-def test_reading_leaves_the_bytes_of_a_store_and_its_folder_alone(path: Path, tmp_path: Path) -> None:
-    older = tmp_path / "older.sqlite"
-    shutil.copyfile(OLDER, older)
-    for store in (kept(path), older):
-        before = store.read_bytes()
-        assert Scan.open(store).rows
-        assert store.read_bytes() == before
-        assert [file.name for file in store.parent.iterdir() if file.is_file()] == [store.name]
+def test_reading_leaves_the_bytes_of_a_store_and_its_folder_alone(path: Path) -> None:
+    before = kept(path).read_bytes()
+    assert Scan.open(path).rows
+    assert path.read_bytes() == before
+    assert [file.name for file in path.parent.iterdir() if file.is_file()] == [path.name]
 
 
 @pytest.mark.parametrize("event", ["removed", "renamed", "replaced"])
@@ -209,15 +203,6 @@ def test_a_store_that_is_taken_away_after_the_last_batch_is_noticed(path: Path) 
         store = stack.enter_context(Store.writing(path))
         store.add(store.begin(IDENTITY), 0, TOKENS, batch(0))
         path.unlink()
-
-
-def test_a_store_of_the_version_before_gives_the_numbers_that_it_exported(tmp_path: Path) -> None:
-    shutil.copyfile(BEFORE, tmp_path / "before.sqlite")
-    exported = json.loads(BEFORE.with_suffix(".json").read_text(encoding="utf-8"))
-    assert [row["howsmooth"] for row in exported] == ["0.1.0"] * 3
-    rows = Scan.open(tmp_path / "before.sqlite").rows
-    assert [{name: row[name] for name in old} for row, old in zip(rows, exported, strict=True)] == exported
-    assert all(row["relative"] is None for row in rows)  # it was not kept then
 
 
 def test_an_address_is_no_name_of_a_store() -> None:

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from howsmooth.engines.worker import WorkerMisconfigured
+from howsmooth.engines.dispatch import WorkerMisconfigured
 from howsmooth.errors import InvalidInput
 from howsmooth.models import open_model
 from howsmooth.scans import Scan, run, units
 from howsmooth.scans import scan as run_scan
-from howsmooth.scans.plan import CellBatch
-from howsmooth.scans.scan_options import ScanProgress, ScanSettings
+from howsmooth.scans.plan import CellBatch, ScanProgress, ScanSettings
 from howsmooth.scans.units import Origin, Unit, measure_unit, split
 
 ASKED: dict[str, Any] = {"lengths": [6, 8], "windows": 2, "what": "head,attention"}

@@ -18,7 +18,7 @@ from evidence import worst_case_gpt2 as gpt2
 from evidence import worst_case_real as real
 from evidence import worst_case_references as references
 from howsmooth.bounds.bound_table import BoundRow
-from howsmooth.bounds.own.lower_bounds import two_cluster_input
+from howsmooth.bounds.lower_bounds import two_cluster_input
 from howsmooth.meanfield import Measure, local_constant
 from howsmooth.models import NAMED, Targets, open_model
 from howsmooth.sets import Tokens

@@ -18,7 +18,7 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds import get
-from howsmooth.bounds.head_constants import query_key, value_matrices
+from howsmooth.bounds.question_setting import query_key, value_matrices
 from howsmooth.search import search_question
 from howsmooth.search.search_question import KINDS, Question, constructions, random_starts, two_poles
 from howsmooth.sets import Around, Ball, Everywhere, InputSet, Normalised, Sphere

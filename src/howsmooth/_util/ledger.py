@@ -30,13 +30,9 @@ _FORMAT = FileFormat(
     name="ledger",
     writer="run",
     application_id=0x68736D6C,  # "hsml"
-    schemas=(
-        (
-            1,
-            "CREATE TABLE run (key TEXT NOT NULL, sha256 TEXT NOT NULL); CREATE TABLE items "
-            "(item TEXT PRIMARY KEY NOT NULL, content BLOB NOT NULL, sha256 TEXT NOT NULL);",
-        ),
-    ),
+    version=1,
+    tables="CREATE TABLE run (key TEXT NOT NULL, sha256 TEXT NOT NULL); CREATE TABLE items "
+    "(item TEXT PRIMARY KEY NOT NULL, content BLOB NOT NULL, sha256 TEXT NOT NULL);",
     remedy="choose another --out",
 )
 
@@ -63,7 +59,7 @@ class Ledger:
             run: the key of the run.
             resume: use the items of this run; otherwise the ledger is emptied, whatever run it belongs to.
         """
-        with _FORMAT.writing(path or MEMORY) as (db, _):
+        with _FORMAT.writing(path or MEMORY) as db:
             ledger = cls(db, path or MEMORY)
             ledger._begin(json.dumps(run, sort_keys=True), resume)
             yield ledger
@@ -72,7 +68,7 @@ class Ledger:
     @contextmanager
     def reading(cls, path: Path) -> Iterator[Ledger]:
         """An existing ledger as it is now; its run may be writing to it."""
-        with _FORMAT.reading(path) as (db, _):
+        with _FORMAT.reading(path) as db:
             _FORMAT.check_pages(db, path)
             yield cls(db, path)
 

@@ -1,7 +1,6 @@
 """SQLite files of howsmooth: one writer or any number of readers, and errors in one sentence.
 
-A `FileFormat` names the tables of a kind of file, version by version. Scans and ledgers are written, read and locked by
-the same methods.
+A `FileFormat` names the tables of a kind of file. Scans and ledgers are written, read and locked by the same methods.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -56,62 +55,56 @@ class FileFormat:
         name: "store" or "ledger", for messages.
         writer: the process that writes such a file, for messages.
         application_id: the number in the header of the file.
-        schemas: version → the statements that create its tables, as a tuple of pairs.
+        version: the user_version of the files; those of another version are refused.
+        tables: the statements that create the tables.
         remedy: advice for a damaged file; ``{path}`` is replaced.
     """
 
     name: str
     writer: str
     application_id: int
-    schemas: tuple[tuple[int, str], ...]
+    version: int
+    tables: str
     remedy: str
 
     @property
-    def version(self) -> int:
-        """The version of the files that are written."""
-        return max(dict(self.schemas))
-
-    def create(self, version: int | None = None) -> str:
+    def create(self) -> str:
         """The statements that make an empty file."""
-        version = self.version if version is None else version
-        pragmas = f"PRAGMA application_id = {self.application_id}; PRAGMA user_version = {version};"
-        return f"{dict(self.schemas)[version]} {pragmas}"
+        pragmas = f"PRAGMA application_id = {self.application_id}; PRAGMA user_version = {self.version};"
+        return f"{self.tables} {pragmas}"
 
-    @cache  # noqa: B019 (a few formats, made at import)
-    def objects(self, version: int) -> frozenset[tuple[str, ...]]:
-        """The rows of sqlite_master in a file of a version."""
+    @cached_property
+    def objects(self) -> frozenset[tuple[str, ...]]:
+        """The rows of sqlite_master in such a file."""
         empty = sqlite3.connect(MEMORY)
         try:
-            empty.executescript(self.create(version))
+            empty.executescript(self.create)
             return frozenset(empty.execute("SELECT type, name, tbl_name, sql FROM sqlite_master"))
         finally:
             empty.close()
 
-    def check_version(self, db: sqlite3.Connection, path: Path | str) -> int:
-        """The version of an open file, or a refusal."""
+    def check_version(self, db: sqlite3.Connection, path: Path | str) -> None:
+        """Refuse an open file of another kind or version."""
         application, version = (
             int(db.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("application_id", "user_version")
         )
         stored = set(db.execute("SELECT type, name, tbl_name, sql FROM sqlite_master"))
-        ours = application == self.application_id
-        if ours and version in dict(self.schemas):
-            own = self.objects(version)
-            tables = {one[2] for one in own}
+        if (application, version) == (self.application_id, self.version):
+            tables = {one[2] for one in self.objects}
             # Tables of others are ignored; views, triggers and indexes on these tables could change every answer.
-            foreign = [one for one in stored - own if one[2] in tables or one[0] not in ("table", "index")]
-            if own <= stored and not foreign:
-                return version
+            foreign = [one for one in stored - self.objects if one[2] in tables or one[0] not in ("table", "index")]
+            if self.objects <= stored and not foreign:
+                return
         if not stored and _written_ahead(path):
             raise StoreError(
                 f"{path} is empty: its content is in the file {Path(path).name}-wal of the {self.writer} that was "
                 f"killed; copy both, or run the {self.writer} again where it was."
             )
-        if ours and version > self.version:
-            raise StoreError(f"{path} was written by a later version of howsmooth: install that one to read it.")
-        if ours:
-            raise StoreError(
-                f"{path} is damaged: its tables are not those of a {self.name}; {self.remedy.format(path=path)}."
-            )
+        if application == self.application_id and version != self.version:
+            raise StoreError(f"{path} was written by another version of howsmooth: install that one to read it.")
+        if application == self.application_id:
+            wrong = f"its tables are not those of a {self.name}"
+            raise StoreError(f"{path} is damaged: {wrong}; {self.remedy.format(path=path)}.")
         refusal = EmptyFile if not stored and not application else StoreError
         raise refusal(f"{path} is a database, but no {self.name} of this version of howsmooth: choose another file.")
 
@@ -132,7 +125,7 @@ class FileFormat:
         try:
             _set_up(db)
             if fresh:
-                db.executescript(f"BEGIN IMMEDIATE; {self.create()} COMMIT;")
+                db.executescript(f"BEGIN IMMEDIATE; {self.create} COMMIT;")
             db.execute("PRAGMA foreign_keys = ON")
         except BaseException:
             db.close()
@@ -140,27 +133,28 @@ class FileFormat:
         return db
 
     @contextmanager
-    def writing(self, path: Path | str) -> Iterator[tuple[sqlite3.Connection, int]]:
-        """The only writer's connection to a file, and its version; all content is in one file afterwards."""
+    def writing(self, path: Path | str) -> Iterator[sqlite3.Connection]:
+        """The only writer's connection to a file; all content is in one file afterwards."""
         with self.only_writer(path), self.explained(path):
             db = self.connect_writer(path)
             try:
-                version = self.check_version(db, path)
+                self.check_version(db, path)
                 if path != MEMORY:
                     self.check_pages(db, path, thorough=True)  # a damaged index could let a row in twice
-                yield db, version
+                yield db
             finally:
                 if path != MEMORY:
                     one_file(db)
                 db.close()
 
     @contextmanager
-    def reading(self, path: Path | str) -> Iterator[tuple[sqlite3.Connection, int]]:
-        """A reader's connection to a file as it is now, and its version; a writer may be at work."""
+    def reading(self, path: Path | str) -> Iterator[sqlite3.Connection]:
+        """A reader's connection to a file as it is now; a writer may be at work."""
         with self.explained(path, reading=True):
             db = connect_reader(path)
             try:
-                yield db, self.check_version(db, path)
+                self.check_version(db, path)
+                yield db
             finally:
                 db.close()
 

@@ -249,15 +249,13 @@ def table(
     return Table(_ranked(rows, measurements), where, measurements, refused)
 
 
-def with_witness(
-    before: Table, x: Tensor, name: str, *, per_head: bool = False, rtol: float = 1e-3, seed: int = 0
-) -> Table:
+def with_witness(before: Table, x: Tensor, name: str, *, per_head: bool = False, seed: int = 0) -> Table:
     """The table with the norm at an input of its set as one more lower bound on that set.
 
     Args:
         x: as many tokens as the table is for, all in its set. name: of the new row.
     """
-    m = measurements_at(replace(before.setting, x=x), [2.0], per_head, rtol, seed)[2.0]
+    m = measurements_at(replace(before.setting, x=x), [2.0], per_head, seed=seed)[2.0]
     new = _rows(name, m.lower, per_head, "lower", m.norm, "ball", *_measured(m))
     rows = [*(replace(row, ratio=None) for row in before.rows), *new]
     return replace(before, rows=_ranked(rows, before.measurements))
@@ -336,7 +334,7 @@ def _norm_name(norm: float | str) -> int | str:
 
 
 def _escaped(text: str) -> str:
-    special = {"_": r"\_", "&": r"\&", "%": r"\%", "#": r"\#", "$": r"\$", "₂": r"\textsubscript{2}"}
+    special = {letter: rf"\{letter}" for letter in "_&%#$"} | {"₂": r"\textsubscript{2}"}
     return "".join(special.get(letter, letter) for letter in text)
 
 

@@ -16,7 +16,7 @@ Lemma 3.1 and Section 3.1). Inputs and weights count as exact. From there:
 * *Triangular factors*: R of a d × k matrix W belongs exactly to :math:`W + E`,
   :math:`\|E\|_F \le \gamma_{8dk}\|W\|_F` (Higham, Theorem 19.4; 8 covers its small constant).
 
-What follows from the radii is in `howsmooth.bounds.key_value_spread`.
+What follows from the radii is in `howsmooth.bounds.three_paths`.
 """
 
 from __future__ import annotations

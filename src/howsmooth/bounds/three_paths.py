@@ -21,6 +21,34 @@ where :math:`m_i = o_i` for softmax and 0 for sigmoid. Proof: for sigmoid :math:
 Only norms are wanted, so W and the projections are replaced by the triangular factors of their QR decompositions: a
 head of width k lives in k dimensions whatever the width of the tokens. All arithmetic is float64, and differentiable in
 x. How far rounding may have moved each part is kept beside it (`howsmooth.bounds.point_error`).
+
+**Distances** of values and keys from their means under the true weights follow, with the rounding of the computed ones.
+Let P̂, Ŝ, v̂, k̂ be computed and P, S, v, k true, within the radii of `howsmooth.bounds.point_error`. Then
+:math:`P_{ij} \le P^+_{ij} = \min(\hat P_{ij}e^{\omega_i}, 1)`, likewise :math:`S \le S^+`, and sums of nonnegative
+terms are bounded by putting these in their place. What is a difference needs more. For row i write
+:math:`a_j = \hat v_j - \hat m_i` and :math:`b_j = \hat k_j - c_i`, with :math:`\hat m_i` the computed mean (0 for
+sigmoid weights) and :math:`c_i` any centre when a common shift of the keys changes nothing (softmax without a
+soft-cap), else 0. Both are formed without cancellation that matters, pair by pair.
+
+**The mean.** As :math:`\sum_jP_{ij} = 1`, :math:`o_i - \hat m_i = \sum_jP_{ij}(v_j-\hat v_j) + \sum_j(P_{ij}-\hat
+P_{ij})a_j + \sum_j\hat P_{ij}a_j`; the last sum is what rounding left. With :math:`r_i^2 = \sum_jS^+_{ij}|a_j|^2`
+and radii ε
+
+.. math:: |o_i-\hat m_i| \le \mu_i = \max_j\varepsilon_j + (e^{\omega_i}-1)\,r_i
+          + \gamma_{n+8}\Big(\sum_j\hat P_{ij}|\hat v_j| + |\hat m_i|\Big).
+
+**Spreads.** :math:`\big(\sum_jS_{ij}|v_j-o_i|^2\big)^{1/2} \le r_i + E_i`, :math:`E_i = (\sum_jS^+_{ij}(\varepsilon_j
++ \mu_i)^2)^{1/2}`, and r_i is at most the farthest :math:`|a_j|` that i sees when the weights sum to one.
+
+**Products.** By Cauchy–Schwarz under S, with :math:`r, E` of the values and :math:`r', E'` of the keys,
+
+.. math:: \Big\|\sum_jS_{ij}(v_j-o_i)(k_j-c_i)^\top\Big\| \le \Big\|\sum_j\hat S_{ij}a_jb_j^\top\Big\|
+          + (e^{\omega_i}-1)\,rr' + E(r'+E') + rE',
+
+and it is at most :math:`(r+E)(r'+E')`. The sum on the right is computed as a difference of moments,
+:math:`\sum_j\hat S_{ij}\hat v_j\hat k_j^\top - \hat m_i(\sum_j\hat S_{ij}\hat k_j)^\top`, to within
+:math:`\gamma_{n+8}\,G_i`, :math:`G_i = 2\big((\sum_j\hat S_{ij}|\hat v_j|^2)^{1/2} + |\hat m_i|\big)
+(\sum_j\hat S_{ij}|\hat k_j|^2)^{1/2}`. Where that is much, on clusters far apart, the second form is smaller. ∎
 """
 
 from __future__ import annotations
@@ -154,15 +182,8 @@ def paths(attention: AttentionMap, x: Tensor, folded: bool = True, reduced: bool
     >>> [group.weights.shape for group in paths(head, torch.ones(3, 6))]
     [torch.Size([2, 3, 3])]
     """
-    for (group,) in both_paths(attention, x, (folded,), reduced):
+    for (group,) in PathsAt(attention, x).groups((folded,), reduced):
         yield group
-
-
-def both_paths(
-    attention: AttentionMap, x: Tensor, foldings: Sequence[bool], reduced: bool = True
-) -> Iterator[tuple[Paths, ...]]:
-    """The `paths` with and without the output matrix, as ``foldings`` asks, on weights that are computed once."""
-    return PathsAt(attention, x).groups(foldings, reduced)
 
 
 class PathsAt:
@@ -317,26 +338,6 @@ def _some(tensors: _Tensors, maps: slice) -> _Tensors:
     return replace(tensors, **{name: tensor[maps] for name, tensor in vars(tensors).items()})
 
 
-def query_blocks(attention: AttentionMap, x: Tensor) -> Tensor:
-    r"""The derivative of each head's field in its query point, ``(heads, n, d_out, d)`` (batch first, when x has one).
-
-    It is :math:`W[\sum_j S_{ij}(v_j-m_i)k_j^\top]M^q_i`: for dot-product attention
-    :math:`W\,\mathrm{Cov}_i(v,k)\,M^q_i`, how the output at token i moves when its query moves and all keys and values
-    stay.
-
-    >>> import howsmooth as hs
-    >>> head = hs.SelfAttention.from_bilinear(torch.eye(1), torch.eye(1))
-    >>> query_blocks(head, torch.tensor([[0.0], [1.0], [-1.0]]))[0, 0]  # the variance of 0, 1, −1
-    tensor([[0.6667]], dtype=torch.float64)
-    """
-    n = x.shape[-2]
-    blocks = []
-    for group in paths(attention, x, reduced=False):
-        maps, i = torch.cartesian_prod(torch.arange(len(group.value)), torch.arange(n)).unbind(1)
-        blocks.append(group.query_block(maps, i).unflatten(0, (-1, n)))
-    return torch.cat(blocks).reshape(*x.shape[:-2], attention.heads, n, attention.out_features, attention.in_features)
-
-
 def scatter(weights: Tensor, vectors: Tensor, centres: Tensor) -> Tensor:
     r""":math:`\sum_j w_{ij}(v_j-c_i)(v_j-c_i)^\top`, ``(g, n, k, k)``, by one product with all pairs of coordinates.
 
@@ -409,3 +410,78 @@ def _derivative(stages: Sequence[TokenStage], chain: Chain, raw: Tensor, weight:
     width = chain.jvp(raw).shape[-1]
     rows = torch.eye(width, dtype=raw.dtype, device=raw.device)[:, None, None].expand(-1, count, n, -1)
     return chain.vjp(rows).permute(1, 2, 0, 3) @ weight[:, None]
+
+
+NOISY = 1e-2
+"""Where rounding may be this much of the Cauchy–Schwarz form of a product, that form takes its place."""
+
+
+@dataclass(frozen=True)
+class Cloud:
+    """Vectors seen from every row about a centre.
+
+    Attributes:
+        reach: r_i, ``(g, n)``. error: E_i. size: (Σ_j Ŝ_ij |vector_j|²)^½ + |centre_i|, what is lost to rounding.
+        off: μ_i, by how much the centre may miss the true mean.
+    """
+
+    reach: Tensor
+    error: Tensor
+    size: Tensor
+    off: Tensor
+
+    @property
+    def spread(self) -> Tensor:
+        """≥ the true standard deviation, ``(g, n)``."""
+        return self.reach + self.error
+
+
+@torch.no_grad()
+def about_means(group: Paths, vectors: Tensor, radius: Tensor | float) -> Cloud:
+    """Vectors about their means under the weights, or about zero for sigmoid weights."""
+    centres = group.weights @ vectors if group.softmax else torch.zeros_like(vectors)
+    return _cloud(group, vectors, centres, radius, group.softmax)
+
+
+@torch.no_grad()
+def keys(group: Paths) -> Cloud:
+    """Keys as queries see them, about their means where a shift of all keys changes nothing, else about zero."""
+    centres = group.weights @ group.pull if group.shiftable else torch.zeros_like(group.pull)
+    return _cloud(group, group.pull, centres, group.radii.pull, False)
+
+
+def _cloud(group: Paths, vectors: Tensor, centres: Tensor, radius: Tensor | float, own_mean: bool) -> Cloud:
+    upper, n = group.upper_slopes, vectors.shape[1]
+    radius = torch.zeros_like(vectors[..., 0]) + radius
+    apart = distances(centres, vectors) * group.seen
+    lengths, middle = vectors.norm(dim=-1), centres.norm(dim=-1)
+    reach = (upper * apart.square()).sum(-1).sqrt()
+    widest = (radius[:, None] * group.seen).amax(-1)
+    if group.softmax:
+        reach = torch.minimum(reach, apart.amax(-1))
+    reach = reach * (1 + gamma(4 * n + vectors.shape[-1]))
+    off = torch.zeros_like(reach)
+    if own_mean:
+        lost = gamma(n + 8) * ((group.weights @ lengths[..., None])[..., 0] + middle)
+        off = widest + torch.minimum(torch.expm1(group.radii.weights) * reach + lost, apart.amax(-1))
+        off = off.masked_fill(~group.seen.any(-1), 0.0)
+    error = (upper * (radius[:, None] + off[..., None]).square()).sum(-1).sqrt()
+    if group.softmax:
+        error = torch.minimum(error, widest + off)
+    size = (group.slopes @ lengths.square()[..., None])[..., 0].sqrt() + middle
+    return Cloud(reach, error * (1 + gamma(4 * n)), size, off)
+
+
+@torch.no_grad()
+def product_slack(group: Paths, left: Cloud, right: Cloud) -> tuple[Tensor, Tensor]:
+    """The slack to add to the norm of each computed block Σ_j Ŝ_ij a_j b_jᵀ M_i, and a ceiling of the true norm."""
+    n, width = group.weights.shape[-1], group.pull.shape[-1]
+    gain, lean = 1.0, group.radii.pull_map
+    if group.pull_map is not None:
+        gain = group.pull_map.norm(dim=(-2, -1))
+    slack = 2 * gamma(n + 8) * left.size * right.size
+    slack = slack + torch.expm1(group.radii.slopes) * left.reach * right.reach
+    slack = slack + left.error * right.spread + left.reach * right.error
+    ceiling = left.spread * right.spread
+    slack = slack * gain + ceiling * (lean + gamma(2 * width) * gain)
+    return slack.nan_to_num(nan=torch.inf), (ceiling * (gain + lean)).nan_to_num(nan=torch.inf)

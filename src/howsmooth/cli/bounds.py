@@ -20,7 +20,7 @@ from howsmooth.cli.options import AsJson, Figure, command, output_option, what_o
 from howsmooth.cli.source_options import OVER, MapAtTokens, MapOptions, norm_image
 from howsmooth.cli.terminal import NOT_CONVERGED, print_json, print_line, show, step_progress
 from howsmooth.errors import InvalidInput
-from howsmooth.scans.scan_grammar import parse_lengths
+from howsmooth.scans.plan import parse_lengths
 from howsmooth.sets import Around, InputSet, Point, SetText, Tokens
 
 _NOTHING_BEYOND = {

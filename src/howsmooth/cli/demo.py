@@ -77,7 +77,7 @@ def _scans(model: str, lengths: str, device: str | None, **store: Any) -> list[S
     from howsmooth.models import open_model
     from howsmooth.models.open_source import twin_of
     from howsmooth.scans import scan
-    from howsmooth.scans.scan_grammar import parse_lengths
+    from howsmooth.scans.plan import parse_lengths
 
     opened, longest = open_model(model, device=device), max(parse_lengths(lengths))
     coarse: dict[str, Any] = {"rtol": 1e-2, "explain": False, "bounds": "none"}

@@ -98,7 +98,7 @@ def one_length(text: str, minimum: int = 1) -> int:
     >>> one_length("64")
     64
     """
-    from howsmooth.scans.scan_grammar import parse_lengths
+    from howsmooth.scans.plan import parse_lengths
 
     length, *others = parse_lengths(text)
     if others or not minimum <= length <= _LONGEST:

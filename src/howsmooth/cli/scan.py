@@ -45,7 +45,7 @@ from howsmooth.cli.terminal import (
     terminal_json,
 )
 from howsmooth.errors import HowsmoothError, InvalidInput
-from howsmooth.scans.shards import parse_shard
+from howsmooth.scans.units import parse_shard
 
 EXPORTS = {".csv": "to_csv", ".parquet": "to_parquet", ".json": "to_json"}
 
@@ -245,15 +245,15 @@ def _print_plan(model: str, out: Path, wanted: dict[str, Any], workers: ScanEngi
     import torch
 
     from howsmooth.scans.cost import predict, sbatch_script
-    from howsmooth.scans.prepare import prepare
-    from howsmooth.scans.scan_options import ScanOptions
-    from howsmooth.scans.shards import parse_shard
+    from howsmooth.scans.plan import ScanOptions
+    from howsmooth.scans.run import prepare
+    from howsmooth.scans.units import parse_shard
 
     options = {name: value for name, value in wanted.items() if name not in ("reference", "device", "dtype")}
     text, lengths = options.pop("text", None), options.pop("length", None)
     ready = prepare(model, text, ScanOptions(lengths=lengths, **options))
     plan = ready.plan if workers.shard is None else parse_shard(workers.shard).part(ready.plan)
-    prediction = predict(ready.model, plan, ready.cut, ready.settings, workers.jobs or 1)
+    prediction = predict(ready, plan, workers.jobs or 1)
     flags = [word for name, value in wanted.items() for word in _flag(name, value)]
     command = ["howsmooth", "scan", model, *flags]
     script = sbatch_script(command, prediction, workers.jobs or 1, workers.cores or torch.get_num_threads(), str(out))

@@ -46,7 +46,7 @@ from howsmooth.models.open_source import DTYPES, names_model
 from howsmooth.models.probed_norms import norm_before, norm_beside, stored_gain
 from howsmooth.models.random_models import random_name
 from howsmooth.models.weight_files import SUFFIXES, load_tokens, read_attention_weights, read_tensors
-from howsmooth.scans.scan_grammar import Selection, parse_what
+from howsmooth.scans.plan import Selection, parse_what
 from howsmooth.sets import SetText
 from howsmooth.sets.ellipsoid import Ellipsoid
 

@@ -27,7 +27,7 @@ from howsmooth.cli.options import (
 from howsmooth.cli.source_options import OVER, MapAtTokens, MapOptions, layer_tokens, map_entry, norm_image
 from howsmooth.cli.terminal import INTERRUPTED, NOT_CONVERGED, print_json, progress_line, show, written
 from howsmooth.errors import InvalidInput
-from howsmooth.scans.scan_grammar import parse_lengths
+from howsmooth.scans.plan import parse_lengths
 from howsmooth.search.sandwich_search import Sandwich, sandwich
 from howsmooth.sets import Around, InputSet, SetText
 from howsmooth.sets.ellipsoid import Ellipsoid

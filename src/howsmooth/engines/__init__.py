@@ -1,8 +1,7 @@
 """Engines: work in several processes, on SLURM, on Ray, or on any `concurrent.futures.Executor`.
 
 Work is a function of one item and a list of items. Read in this order: `choice` (an engine and its executor),
-`dispatch` (items to an executor), `worker` (items in a worker), then the executors `processes`, `slurm`
-and `ray` with `ray_host`.
+`dispatch` (items to an executor, and in a worker), then the executors `processes`, `slurm` and `ray`.
 
 >>> from concurrent.futures import ThreadPoolExecutor
 >>> from howsmooth.engines import Load, submit_all

@@ -86,7 +86,6 @@ def complete(
     work: Callable[[Item], Any],
     items: Mapping[str, Item],
     keep: Callable[[str, Any], object],
-    jobs: int | None = None,
 ) -> None:
     """`submit_all` for work that must be complete: items by name, and an error at the end for those that failed.
 
@@ -95,9 +94,13 @@ def complete(
     """
     names = list(items)
     with open_engine(engine) as executor:
-        load = load_of(executor, jobs)
-        collect = lambda index, got: keep(names[index], got)  # noqa: E731
-        failures = submit_all(executor, work, list(items.values()), collect, load=load)
+        failures = submit_all(
+            executor,
+            work,
+            list(items.values()),
+            lambda index, answer: keep(names[index], answer),
+            load=load_of(executor),
+        )
     if failures:
         first = failures[0]
         raise EngineError(

@@ -1,23 +1,104 @@
 """Submitting items to an executor: a bounded number at a time, each tried again once, results to one callback.
 
-A worker that dies loses its task without naming the item that killed it. So items that were submitted together and came
-back without answers are submitted again in two halves, down to single items: only an item that was alone with a worker
-is blamed for its death.
+A worker answers its items one after the other, each with a value or the reason for its failure. A worker that dies
+loses its task without naming the item that killed it. So items that were submitted together and came back without
+answers are submitted again in two halves, down to single items: only an item that was alone with a worker is blamed for
+its death.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import os
+import platform
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, wait
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from howsmooth._util.common import first_line
-from howsmooth.engines.worker import Answer, WorkerMisconfigured, answer_all, here, nothing
-from howsmooth.errors import HowsmoothError
+from howsmooth.errors import HowsmoothError, InvalidInput
 
 Item = TypeVar("Item")
+Home = tuple[str, int]
+"""Machine and process of the driver."""
+
+
+class WorkerMisconfigured(InvalidInput):
+    """A worker with another version of the software, or without the model: every item would fail."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to an item: its value, or an error in one line; ``hopeless`` when every other item would share it."""
+
+    value: Any = None
+    error: str = ""
+    hopeless: bool = False
+    seconds: float = 0.0
+
+
+def here() -> Home:
+    """The machine and process that this runs in."""
+    return platform.node(), os.getpid()
+
+
+def nothing(item: object) -> None:
+    """No preparation."""
+
+
+def answer_all(
+    work: Callable[[Item], Any],
+    items: Sequence[Item],
+    limit: float | None,
+    home: Home,
+    prepare: Callable[[Item], object] = nothing,
+) -> list[Answer]:
+    """The answers to items in their order; what one of them raises is the answer to that one alone.
+
+    Args:
+        limit: seconds after which an item is given up, and the process with it: what hangs may hold every lock of the
+            interpreter, so that nothing gentler is sure. In the driver's own process there is no limit.
+        home: where the driver is.
+        prepare: called before an item, outside the limit: to open what stays open.
+
+    >>> [answer.value or answer.error for answer in answer_all(abs, [-2, "x"], None, here())]
+    [2, "TypeError: bad operand type for abs(): 'str'"]
+    """
+    answers = []
+    for item in items:
+        begun = time.perf_counter()
+        try:
+            prepare(item)
+            with _given_up_after(limit if here() != home else None):
+                answer = Answer(work(item))
+        except WorkerMisconfigured as error:
+            answer = Answer(error=str(error), hopeless=True)
+        except Exception as error:
+            answer = Answer(error=first_line(error, kind=not isinstance(error, InvalidInput)))
+        answers.append(replace(answer, seconds=time.perf_counter() - begun))
+        if answer.hopeless:
+            break
+    return answers
+
+
+@contextmanager
+def _given_up_after(seconds: float | None) -> Iterator[None]:
+    """End the process, from a thread that needs no lock of the interpreter, when the block takes longer."""
+    if seconds is None:
+        yield
+        return
+    with open(os.devnull, "w") as nowhere:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
 ATTEMPTS = 2
 """The number of attempts for an item."""
 
@@ -102,7 +183,6 @@ class _Submission(Generic[Item]):
     waiting: deque[list[int]] = field(default_factory=deque)
     running: dict[Future[list[Answer]], list[int]] = field(default_factory=dict)
     reasons: dict[int, list[str]] = field(default_factory=dict)
-    failures: list[Failure] = field(default_factory=list)
     done: int = 0
 
     def run(self) -> list[Failure]:
@@ -121,7 +201,7 @@ class _Submission(Generic[Item]):
         finally:
             for future in self.running:
                 future.cancel()
-        return sorted(self.failures, key=lambda failure: failure.place)
+        return [Failure(place, tuple(all_)) for place, all_ in sorted(self.reasons.items()) if len(all_) == ATTEMPTS]
 
     def _submitted(self, task: list[int]) -> Future[list[Answer]]:
         chosen = [self.items[index] for index in task]
@@ -171,7 +251,6 @@ class _Submission(Generic[Item]):
             self.retry(index, reason)
             self.waiting.append([index])
             return
-        self.failures.append(Failure(index, tuple(reasons)))
         self.done += 1
 
     def _report(self, index: int | None = None, seconds: float = 0.0) -> None:

@@ -41,7 +41,11 @@ class Processes(Executor):
         if multiprocessing.current_process().daemon:
             raise EngineError("a worker of multiprocessing cannot start processes of its own: pass an executor.")
         self.load = Load(jobs)
-        self._threads = threads or max(1, _threads_here() // jobs)
+        if threads is None:
+            import torch
+
+            threads = max(1, torch.get_num_threads() // jobs)
+        self._threads = threads
         _track_quietly()
         self._spawning = multiprocessing.get_context("spawn")
         self._begun = self._spawning.Event()
@@ -112,12 +116,6 @@ def _end_with_driver() -> None:
     if driver is not None:
         wait([driver.sentinel])
         os._exit(1)
-
-
-def _threads_here() -> int:
-    import torch
-
-    return torch.get_num_threads()
 
 
 def _set_threads(threads: int) -> None:

@@ -2,25 +2,143 @@
 
 Ray ends the process that is connected to it when the node of that process dies, with an exit code of its own and no
 word to Python, and it prints on standard output. So a cluster that is joined for the work is joined by a host, a
-process of its own that passes tasks on and whose end is noticed here; see `howsmooth.engines.ray_host`.
+process of its own that passes tasks on and whose end is noticed here: tasks come in on its standard input, answers go
+out on its output (`serve`).
 """
 
 from __future__ import annotations
 
 import os
 import pickle
+import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
+from howsmooth._util.common import first_line
 from howsmooth.engines.dispatch import EngineError, Load
-from howsmooth.engines.ray_host import Cluster
 
-_HOST = "from howsmooth.engines.ray_host import serve; serve()"
+_LOOK = 0.5
+"""Seconds between two looks at the daemons."""
+_VITAL = ("raylet", "gcs_server")
+Done = Callable[[bytes | None, BaseException | None], None]
+
+
+def call(task: bytes) -> bytes:
+    """Unpickle a function with its arguments, call it, and pickle its result; runs in a worker."""
+    from ray import cloudpickle
+
+    function, args, kwargs = pickle.loads(task)
+    return bytes(cloudpickle.dumps(function(*args, **kwargs)))
+
+
+class Cluster:
+    """The cluster that this process is connected to.
+
+    Args:
+        threads: cores of a task.
+    """
+
+    def __init__(self, threads: int):
+        import ray
+
+        self._ray, self._refs = ray, dict[Any, None]()
+        self._task = ray.remote(num_cpus=threads, max_retries=0)(call)
+        self.cores = int(ray.cluster_resources().get("CPU", 1))
+
+    def submit(self, task: bytes, done: Done) -> None:
+        """Hand a task over; ``done`` gets its answer or the error."""
+        ref = self._task.remote(task)
+        self._refs[ref] = None
+
+        def settle(future: Any) -> None:
+            self._refs.pop(ref, None)
+            error = future.exception()
+            done(None if error else future.result(), error)
+
+        ref.future().add_done_callback(settle)
+
+    def leave(self, wait: bool, cancel: bool) -> None:
+        """Cancel what is queued or running, when it is not wanted any more."""
+        for ref in list(self._refs) if cancel else ():
+            with suppress(Exception):
+                self._ray.cancel(ref, force=True)
+
+
+def join(address: str | None) -> str:
+    """Connect this process to a cluster, or start one on this machine; why that cannot be done, or nothing."""
+    import ray
+
+    try:
+        _knock(address)
+        ours = {} if address else {"include_dashboard": False}
+        ray.init(address=address or "local", log_to_driver=False, logging_level="ERROR", **ours)
+    except Exception as error:
+        if address:
+            return f"there is no Ray cluster at {address} ({first_line(error)}): ask `ray status`."
+        return f"Ray does not start on this machine ({first_line(error)}): run the same command again."
+    return ""
+
+
+def serve() -> None:
+    """Pass tasks on until the input ends or says that no more will come, and then leave the cluster."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
+    tasks, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+    os.dup2(0, 1)  # nothing that Ray prints is taken for an answer
+    speaking = threading.Lock()
+
+    def say(message: object) -> None:
+        with speaking, suppress(BrokenPipeError):
+            pickle.dump(message, answers)
+            answers.flush()
+
+    address, threads = pickle.load(tasks)
+    if refused := join(address):
+        say(refused)
+        return
+    threading.Thread(target=_end_with_daemons, daemon=True).start()
+    cluster, cancel = Cluster(threads), True
+    say(cluster.cores)
+    with suppress(EOFError):
+        while True:
+            number, task = pickle.load(tasks)
+            if number is None:
+                cancel = task
+                break
+            cluster.submit(task, partial(_answer, say, number))
+    cluster.leave(True, cancel)
+    sys.modules["ray"].shutdown()
+
+
+def _end_with_daemons() -> None:
+    """End this process when a daemon of the node that it has started is dead: tasks would wait for it for minutes."""
+    while True:
+        time.sleep(_LOOK)
+        node = getattr(sys.modules["ray"]._private.worker, "_global_node", None)
+        if node is not None and any(kind in _VITAL for kind, _ in node.dead_processes()):
+            os._exit(1)
+
+
+def _answer(say: Callable[[object], None], number: int, value: bytes | None, error: BaseException | None) -> None:
+    say((number, value, None if error is None else first_line(error, kind=True)))
+
+
+def _knock(address: str | None, seconds: float = 10.0) -> None:
+    """Raise unless somebody listens at ``host:port``, of which Ray would make sure for minutes."""
+    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), seconds).close()
+
+
+_HOST = "from howsmooth.engines.ray import serve; serve()"
 
 
 class Ray(Executor):
@@ -49,7 +167,7 @@ class Ray(Executor):
         """As `concurrent.futures.Executor.submit`."""
         answer: Future[Any] = Future()
         answer.set_running_or_notify_cancel()
-        self._joined.submit(self._pack((fn, args, kwargs)), lambda value, error: _settle(answer, value, error))
+        self._joined.submit(self._pack((fn, args, kwargs)), partial(_settle, answer))
         return answer
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -87,7 +205,7 @@ class _Host:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._tasks, self._answers = self._process.stdin, self._process.stdout
-        self._waiting: dict[int, Callable[[bytes | None, BaseException | None], None]] = {}
+        self._waiting: dict[int, Done] = {}
         self._lock, self._count, self._over = threading.Lock(), 0, False
         self._tell(address, threads)
         try:
@@ -104,7 +222,7 @@ class _Host:
         self._listening = threading.Thread(target=self._listen, daemon=True)
         self._listening.start()
 
-    def submit(self, task: bytes, done: Callable[[bytes | None, BaseException | None], None]) -> None:
+    def submit(self, task: bytes, done: Done) -> None:
         with self._lock:
             if self._over:
                 raise self._ended()

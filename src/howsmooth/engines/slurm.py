@@ -24,7 +24,7 @@ from howsmooth.engines.dispatch import EngineError, Load
 
 _GATHER, _POLL, _ASK = 0.3, 0.5, 3.0
 """Seconds in which submissions become one array, between looks at the files, and between questions to the scheduler."""
-_ALIVE = (
+_ALIVE = [
     "PENDING",
     "RUNNING",
     "CONFIGURING",
@@ -34,7 +34,7 @@ _ALIVE = (
     "RESIZING",
     "STAGE_OUT",
     "STOPPED",
-)
+]
 _PATIENCE = 4
 """The number of reports that a job is over before a missing answer counts as a failure: disks may lag behind."""
 
@@ -137,10 +137,8 @@ class Slurm(Executor):
             with redirect_stderr(io.StringIO()):  # what sbatch says is quoted below
                 jobs = self._engine._internal_process_submissions([call for _, call in new])
         except Exception as error:
-            said = getattr(error, "stderr", None) or first_line(error)
-            wrong = EngineError(
-                f"SLURM takes no jobs ({' '.join(str(said).split())[:200]}): ask `sinfo`, or use --jobs."
-            )
+            reason = " ".join(str(getattr(error, "stderr", None) or first_line(error)).split())[:200]
+            wrong = EngineError(f"SLURM takes no jobs ({reason}): ask `sinfo`, or use --jobs.")
             for future, _ in new:
                 future.set_exception(wrong)
             return
@@ -177,8 +175,8 @@ class Slurm(Executor):
 def _check_scheduler() -> None:
     """Raise unless one answers."""
     try:
-        said = subprocess.run(["sinfo", "--noheader"], capture_output=True, text=True, timeout=60, check=False)
-        why = " ".join(said.stderr.split())[:200] if said.returncode else ""
+        answer = _run("sinfo")
+        why = " ".join(answer.stderr.split())[:200] if answer.returncode else ""
     except (OSError, subprocess.TimeoutExpired) as error:
         why = first_line(error)
     if why:
@@ -187,19 +185,15 @@ def _check_scheduler() -> None:
 
 def _states(arrays: set[str]) -> dict[str, str] | None:
     """Job → what the scheduler says of it; None when it does not answer."""
-    command = [
-        "squeue",
-        "--noheader",
-        "--array",
-        "--states=all",
-        "--format=%i %T",
-        f"--jobs={','.join(sorted(arrays))}",
-    ]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        answer = _run("squeue", "--array", "--states=all", "--format=%i %T", f"--jobs={','.join(sorted(arrays))}")
     except (OSError, subprocess.TimeoutExpired):
         return None
-    if said.returncode and "Invalid job id" not in said.stderr:
+    if answer.returncode and "Invalid job id" not in answer.stderr:
         return None
-    pairs = (line.split(maxsplit=1) for line in said.stdout.splitlines() if " " in line)
+    pairs = (line.split(maxsplit=1) for line in answer.stdout.splitlines() if " " in line)
     return {job: state.strip() for job, state in pairs}
+
+
+def _run(command: str, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([command, "--noheader", *options], capture_output=True, text=True, timeout=60, check=False)

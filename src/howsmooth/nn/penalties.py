@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from howsmooth._util.common import evaluating, random_stream
 from howsmooth._util.validation import check_count, validated
-from howsmooth.bounds.yudin2025 import softmax_jacobian_norm
+from howsmooth.bounds.softmax_jacobian import softmax_jacobian_norm
 from howsmooth.errors import InvalidInput, NotDifferentiable
 from howsmooth.nn.hosting.call_recorder import CallRecorder, RecordedCall
 from howsmooth.nn.layers.attention_layer import AttentionLayer, precise

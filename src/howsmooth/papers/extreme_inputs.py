@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.bounds import castin2024, get
+from howsmooth.bounds import get, lower_bounds
 from howsmooth.papers.experiment import CASTIN, Experiment, ExperimentOptions, Finding, Record, Rows
 from howsmooth.papers.experiment_inputs import attention_block
 from howsmooth.papers.figure_style import (
@@ -53,7 +53,7 @@ class Adversarial(Experiment):
         attention = attention_block(cell["model"], cell["layer"]).in_dtype(torch.float64)
         one = hs.measure_heads(attention, torch.zeros(1, attention.in_features, dtype=torch.float64)).value
         alone = [attention.head(head) for head in range(min(cell["heads"], attention.heads))]
-        eigenpairs = castin2024.real_eigenpairs(attention)
+        eigenpairs = lower_bounds.real_eigenpairs(attention)
         for n in cell["lengths"]:
             ends = {
                 name: get(full)(attention, n=n, over=hs.sets.Ball(RADIUS), per_head=True)
@@ -143,7 +143,7 @@ class LargeRadius(Experiment):
         head = hs.SelfAttention.from_bilinear(a, v, mask=cell["mask"])
         x = torch.randn(_TOKENS, _WIDTH, dtype=torch.float64, generator=generator)
         x = x / x.norm(dim=1).amax()
-        limit = float(castin2024.large_radius_limit(head, x).amax())
+        limit = float(lower_bounds.large_radius_limit(head, x).amax())
         common = {"seed": cell["seed"], "mask": cell["mask"] or "no mask", "limit": limit}
         for r in cell["radii"]:
             yield common | {"R": r, "sigma": float(hs.measure(head, r * x).value)}

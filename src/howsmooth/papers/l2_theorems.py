@@ -9,7 +9,7 @@ import torch
 from matplotlib.figure import Figure
 
 import howsmooth as hs
-from howsmooth.bounds import kim2021
+from howsmooth.bounds import l2_bounds
 from howsmooth.nn import DotProductAttention, L2Attention
 from howsmooth.papers.experiment import KIM, Experiment, ExperimentOptions, Finding, Record, Rows
 from howsmooth.papers.experiment_inputs import ONE, bound_values
@@ -36,7 +36,7 @@ class NotLipschitz(Experiment):
 
     def run(self, options: ExperimentOptions, cell: Record) -> Iterable[Record]:
         """The largest row sum ‖J‖_∞ and σ_max, for dot-product and for tied L2 attention, A = V = W = 1."""
-        x = kim2021.not_lipschitz_witness(cell["n"], cell["t"])
+        x = l2_bounds.not_lipschitz_witness(cell["n"], cell["t"])
         dot, l2 = hs.SelfAttention.from_bilinear(ONE, ONE), hs.L2SelfAttention(ONE, ONE)
         for name, attention in (("dot-product", dot), ("L2, tied", l2)):
             yield cell | {
@@ -59,7 +59,7 @@ class NotLipschitz(Experiment):
         """‖J‖_∞ of dot-product attention is at least 1 + t²(n−1)/n; that of L2 attention stays below its bound."""
         dot, l2 = (rows[rows.attention == name] for name in ("dot-product", "L2, tied"))
         held = (dot.infinity >= dot.theorem * (1 - 1e-9)).all()
-        bounded = all(row.infinity <= 4 * kim2021.phi_inverse(row.n - 1) + 1 for row in l2.itertuples())
+        bounded = all(row.infinity <= 4 * l2_bounds.phi_inverse(row.n - 1) + 1 for row in l2.itertuples())
         return Finding.of(
             held and bounded,
             f"dot-product: ‖J‖_∞ from {dot['infinity'].min():.3g} to {dot['infinity'].max():.3g}, at least "

@@ -8,7 +8,7 @@ have added or left out is never called a change.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from howsmooth._util.display import grid
 from howsmooth._util.validation import check_positive, validated
 from howsmooth.errors import InvalidInput
-from howsmooth.scans.scan_result import Scan
-from howsmooth.scans.store_reader import StoreRow
+from howsmooth.scans.scan_result import CELL, Scan
+from howsmooth.scans.scan_store import StoreRow
 
 _IN_NOTEBOOK = 20
 LIMIT = 2.0
@@ -118,8 +118,8 @@ class Comparison:
         word, factor = ("rougher", first.ratio) if first.ratio > 1 else ("smoother", 1 / first.ratio)
         others = "" if len(beyond) == 1 else f" {len(beyond) - 1} more differ by more than {self.limit:g} times;"
         where = str(first.place)[0].upper() + str(first.place)[1:]
-        said = f"{where} has become {factor:.3g} times {word}, from {first.before:.3g} to {first.after:.3g};"
-        return f"{said}{others} {rest}."
+        change = f"{where} has become {factor:.3g} times {word}, from {first.before:.3g} to {first.after:.3g};"
+        return f"{change}{others} {rest}."
 
     def _repr_html_(self) -> str:
         """The maps that have changed most, with the factor and its ends."""
@@ -225,8 +225,7 @@ def _ratio(after: float, before: float) -> float:
 
 
 def _by_cell(scan: Scan, name: str) -> dict[tuple[Any, ...], StoreRow]:
-    keys = ("what", "layer", "head", "length", "window")
-    rows = {tuple(row[key] for key in keys): row for row in scan.rows}
+    rows = {tuple(row[key] for key in CELL): row for row in scan.rows}
     if len(rows) < len(scan.rows):
         raise InvalidInput(f"{name} holds several models or texts: compare stores of one model on one text each.")
     return rows
@@ -234,17 +233,15 @@ def _by_cell(scan: Scan, name: str) -> dict[tuple[Any, ...], StoreRow]:
 
 def _check_same(scans: Sequence[Scan], names: Sequence[str]) -> None:
     """Numbers compare when they were measured alike."""
-    for fact, said in (("howsmooth", "were measured by different versions"), ("text_sha256", "read different texts")):
-        for name, values in _of_each(scans, names, fact):
-            first = next(_of_each(scans, names, fact))[1]
-            if values != first:
-                shown = f" ({', '.join(sorted(first))} and {', '.join(sorted(values))})" if fact == "howsmooth" else ""
-                raise InvalidInput(f"{names[0]} and {name} {said}{shown}: measure one of them anew.")
-
-
-def _of_each(scans: Sequence[Scan], names: Sequence[str], fact: str) -> Iterator[tuple[str, set[str]]]:
-    for scan, name in zip(scans, names, strict=True):
-        yield name, {str(row[fact]) for row in scan.rows}
+    differences = {
+        "howsmooth": "were measured by different versions ({} and {})",
+        "text_sha256": "read different texts",
+    }
+    for fact, words in differences.items():
+        first, *others = (", ".join(sorted({str(row[fact]) for row in scan.rows})) for scan in scans)
+        for name, other in zip(names[1:], others, strict=True):
+            if other != first:
+                raise InvalidInput(f"{names[0]} and {name} {words.format(first, other)}: measure one of them anew.")
 
 
 def _names(given: Sequence[Scan | Path | str], scans: Sequence[Scan]) -> tuple[str, ...]:

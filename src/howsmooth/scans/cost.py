@@ -18,17 +18,19 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from scipy.optimize import nnls
 
 from howsmooth._util.validation import Count, check_numbers, validated
-from howsmooth.models import OpenModel, Targets, Window
-from howsmooth.scans.cell_values import measure_batch
-from howsmooth.scans.memory_checks import ModelSizes, least_bytes
-from howsmooth.scans.plan import CellBatch
-from howsmooth.scans.scan_options import ScanSettings
+from howsmooth.models import Targets, Window
+from howsmooth.scans.cell_values import ModelSizes, least_bytes, measure_batch
+from howsmooth.scans.plan import OF_SOFTMAX, CellBatch
 from howsmooth.scans.units import split
+
+if TYPE_CHECKING:
+    from howsmooth.scans.run import Prepared
 
 _LONGEST = 256
 """Tokens up to which lengths are tried; longer ones are extrapolated."""
@@ -105,32 +107,21 @@ class Prediction:
 
 
 def predict(
-    model: OpenModel,
-    plan: Sequence[CellBatch],
-    cut: dict[int, list[Window]],
-    settings: ScanSettings,
-    workers: int = 1,
-    clock: Callable[[], float] = time.perf_counter,
+    ready: Prepared, plan: Sequence[CellBatch], workers: int = 1, clock: Callable[[], float] = time.perf_counter
 ) -> Prediction:
-    """Predict the cost of a plan on this machine, after a short calibration on some of its batches."""
-    laws = calibrated(model, plan, cut, settings, clock)
+    """Predict the cost of batches on this machine, after a short calibration on some of them."""
+    laws = _calibrated(ready, plan, clock)
     units = split(plan, workers)
     times = [laws[_READ](unit[0].length) + sum(laws[batch.what](batch.length) for batch in unit) for unit in units]
     longest = max((batch.length for batch in plan), default=1)
-    memory = peak_bytes() + 3 * least_bytes(longest, ModelSizes.of(model)) // 2
+    memory = peak_bytes() + 3 * least_bytes(longest, ModelSizes.of(ready.model)) // 2
     cells = sum(len(batch.heads) for batch in plan)
     return Prediction(cells, len(units), math.fsum(times), max(times, default=0.0), memory, workers)
 
 
-def calibrated(
-    model: OpenModel,
-    plan: Sequence[CellBatch],
-    cut: dict[int, list[Window]],
-    settings: ScanSettings,
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, CostLaw]:
+def _calibrated(ready: Prepared, plan: Sequence[CellBatch], clock: Callable[[], float]) -> dict[str, CostLaw]:
     """The law of every kind of map in a plan, and that of reading a window."""
-    width = ModelSizes.of(model).width
+    width, cut = ModelSizes.of(ready.model).width, ready.cut
     planned = sorted({batch.length for batch in plan})
     short = [n for n in planned if n <= _LONGEST]
     lengths = sorted({*short[:1], *short[-1:]} | {n for n in (16, 64, 128) if n < planned[-1]})
@@ -138,12 +129,12 @@ def calibrated(
     for n in [lengths[0], *lengths]:  # the first is a warm-up and is not counted
         window = cut[n][0] if n in cut else _cut_short(cut[planned[-1]][0], n)
         begun = clock()
-        targets = Targets(model, window)
-        targets.read(maps=any(batch.what in ("head", "attention") for batch in plan))
+        targets = Targets(ready.model, window)
+        targets.read(maps=any(batch.what in OF_SOFTMAX for batch in plan))
         seen = {_READ: [clock() - begun]}
         for batch in _samples(plan):
             begun = clock()
-            measure_batch(targets, batch, settings)
+            measure_batch(targets, batch, ready.identity.settings)
             seen.setdefault(batch.what, []).append(clock() - begun)
         times |= {what: [*times.get(what, []), (n, sum(all_) / len(all_))] for what, all_ in seen.items()}
     return {what: CostLaw.fitted(samples[1:], width) for what, samples in times.items()}

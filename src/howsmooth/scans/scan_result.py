@@ -17,14 +17,13 @@ from howsmooth._util.optional_deps import need
 from howsmooth._util.sqlite_files import MEMORY
 from howsmooth._util.validation import validated
 from howsmooth.scans.plan import ScanCell
-from howsmooth.scans.scan_store import Store
-from howsmooth.scans.store_reader import StoreRow
+from howsmooth.scans.scan_store import Store, StoreRow
 
 if TYPE_CHECKING:
     import pandas
 
 _IN_NOTEBOOK = 20
-_CELL = tuple(each.name for each in fields(ScanCell))
+CELL = tuple(each.name for each in fields(ScanCell))
 
 
 class Shares(Mapping[tuple[Any, ...], list[float]]):
@@ -112,7 +111,7 @@ class Scan:
         lengths = None if asked is None else {cell.length for cell in asked}
         rows = store.rows(scan, lengths, energies=in_memory)
         if asked is not None:
-            rows = [row for row in rows if ScanCell(*(row[name] for name in _CELL)) in asked]
+            rows = [row for row in rows if ScanCell(*(row[name] for name in CELL)) in asked]
         scans = store.scans(scan)
         texts = Counter(about["model"] for about in scans)
         numbers = {(about["model_sha256"], about["text_sha256"]): about["id"] for about in scans}
@@ -130,7 +129,7 @@ class Scan:
             if energy is not None and row["what"] == "head":
                 kept = energy if in_memory else numbers[row["model_sha256"], row["text_sha256"]]
                 for key in _keys(row, texts):
-                    energies[*key, *(row[name] for name in _CELL[1:])] = kept
+                    energies[*key, *(row[name] for name in CELL[1:])] = kept
         shares = energies if in_memory else Shares(energies, partial(_stored, Path(store.path)))
         return cls(rows, tokens, shares, _merged([about["settings"] for about in scans]))
 
@@ -189,14 +188,14 @@ class Scan:
             return frame(text)
         names = ("model", "what", "layer", "head", "length", "value", "relative")
         roughest = sorted(self.rows, key=lambda row: -row["value"])[:_IN_NOTEBOOK]
-        rows = [[_said(row.get(name)) for name in names] for row in roughest]
+        rows = [[_cell_text(row.get(name)) for name in names] for row in roughest]
         return grid(f"{len(self.rows)} cells, the roughest first", names, rows, ["scan.report('page.html') has all."])
 
     def _flat(self) -> list[StoreRow]:
         return [row | {"bounds": json.dumps(row["bounds"])} for row in self.rows]
 
 
-def _said(value: Any) -> str:
+def _cell_text(value: Any) -> str:
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -216,7 +215,9 @@ def _merged(several: list[dict[str, Any]]) -> dict[str, Any]:
     """
     merged: dict[str, Any] = {}
     for name in dict.fromkeys(name for settings in several for name in settings):
-        said = [settings[name] for settings in several if name in settings]
-        values = list(dict.fromkeys(each for value in said for each in (value if isinstance(value, list) else [value])))
+        given = [settings[name] for settings in several if name in settings]
+        values = list(
+            dict.fromkeys(each for value in given for each in (value if isinstance(value, list) else [value]))
+        )
         merged[name] = values[0] if len(values) == 1 else values
     return merged

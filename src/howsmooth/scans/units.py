@@ -1,27 +1,37 @@
-"""Units of work: some layers of a model in one window, so that one forward pass serves many cells.
+"""Units of work: some layers of a model in one window, so that one forward pass serves many cells; and shards.
 
 A unit holds all that a worker needs, in a few kilobytes. A worker opens the model of its first unit and keeps it
 open, and it keeps the targets of the last window.
+
+A scan in N independent parts has N shards, each with a store of its own: part i has the units i, i + N, i + 2N, … of
+the whole plan, whatever is stored already, so that the parts are disjoint and together the whole. A store records its
+part in a table of its own.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import platform
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import groupby
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from howsmooth._util.common import first_line
-from howsmooth.engines.worker import WorkerMisconfigured
+from howsmooth._util.sqlite_files import StoreError
+from howsmooth._util.validation import shown
+from howsmooth.engines.dispatch import WorkerMisconfigured
+from howsmooth.errors import InvalidInput
 from howsmooth.models import OpenModel, Targets, Window, open_model
-from howsmooth.scans.cell_values import CellValues, measure_batch
-from howsmooth.scans.memory_checks import fitting
-from howsmooth.scans.plan import OF_SOFTMAX, CellBatch, ScanCell
-from howsmooth.scans.scan_options import ScanSettings
+from howsmooth.scans.cell_values import CellValues, fitting, measure_batch
+from howsmooth.scans.plan import OF_SOFTMAX, CellBatch, ScanCell, ScanSettings
+from howsmooth.scans.scan_store import Store
 
 _SPLIT = 4
 """Units for every worker where windows are few: enough to share evenly, few enough that passes are not all repeated."""
@@ -109,21 +119,15 @@ class Worker:
 
     def measure(self, unit: Unit) -> list[tuple[ScanCell, CellValues]]:
         """The cells of a unit with their values."""
-        targets = self._targets(unit)
+        key, model = (unit.origin, unit.ids.tobytes()), self.model(unit.origin)
         with fitting(unit.batches[0].length):
+            if self._read is None or self._read[:2] != key:
+                self._read = None
+                targets = Targets(model, Window(torch.from_numpy(unit.ids.copy()), [], 0))
+                targets.read(maps=any(batch.what in OF_SOFTMAX for batch in unit.batches))
+                self._read = (*key, targets)
+            targets = self._read[2]
             return [row for batch in unit.batches for row in measure_batch(targets, batch, unit.settings)]
-
-    def _targets(self, unit: Unit) -> Targets:
-        key, read = (unit.origin, unit.ids.tobytes()), self._read
-        if read is not None and read[:2] == key:
-            return read[2]
-        model = self.model(unit.origin)
-        with fitting(unit.batches[0].length):
-            self._read = None
-            targets = Targets(model, Window(torch.from_numpy(unit.ids.copy()), [], 0))
-            targets.read(maps=any(batch.what in OF_SOFTMAX for batch in unit.batches))
-        self._read = (*key, targets)
-        return targets
 
 
 WORKER = Worker()
@@ -165,11 +169,6 @@ def _software() -> str:
     return f"howsmooth {version('howsmooth')} with torch {torch.__version__}"
 
 
-def window_ids(window: Window) -> np.ndarray:
-    """The tokens of a window as an array."""
-    return window.ids.detach().cpu().numpy()
-
-
 def _ranges(numbers: Sequence[int]) -> str:
     """Rising numbers in few characters.
 
@@ -178,3 +177,116 @@ def _ranges(numbers: Sequence[int]) -> str:
     """
     runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+_MOST = 1_000_000
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One part of a scan.
+
+    Attributes:
+        number, count: part number 1 … count.
+        model_sha256, text_sha256, plan: which scan; ``plan`` is a digest of all cells that were asked for.
+        cells, there: how many it has when it is done, and how many it has.
+    """
+
+    number: int
+    count: int
+    model_sha256: str = ""
+    text_sha256: str = ""
+    plan: str = ""
+    cells: int = 0
+    there: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+    @property
+    def whole(self) -> Shard:
+        """The shard without the fields in which parts of one scan differ."""
+        return replace(self, number=0, cells=0, there=0)
+
+    def part(self, plan: Sequence[CellBatch]) -> list[CellBatch]:
+        """The batches of this shard.
+
+        >>> plan = [CellBatch("head", layer, (0,), 8, window) for window in range(3) for layer in range(4)]
+        >>> parts = [Shard(number, 3).part(plan) for number in (1, 2, 3)]
+        >>> sum(map(len, parts)), set(plan) == {batch for batches in parts for batch in batches}
+        (12, True)
+        """
+        units = split(plan, self.count)
+        return [batch for unit in units[self.number - 1 :: self.count] for batch in unit]
+
+    def of(self, plan: Sequence[CellBatch]) -> Shard:
+        """This part of a plan, with the fields that the store records."""
+        digest = hashlib.sha256(repr(list(plan)).encode()).hexdigest()
+        return replace(self, plan=digest, cells=sum(len(batch.heads) for batch in self.part(plan)))
+
+
+def parse_shard(text: str) -> Shard:
+    """``2/8``, or ``slurm``: the task of a job array that this runs in.
+
+    >>> str(parse_shard("2/8"))
+    '2/8'
+    """
+    if text.strip().lower() == "slurm":
+        return _of_slurm()
+    match = re.fullmatch(r"\s*([0-9]{1,7})\s*/\s*([0-9]{1,7})\s*", text)
+    number, count = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 1 <= number <= count <= _MOST:
+        raise InvalidInput(f"a shard is i/N with i from 1 to N, or slurm, got {shown(text)}.")
+    return Shard(number, count)
+
+
+def _of_slurm() -> Shard:
+    """From the variables that SLURM sets in the tasks of a job array, whatever number its tasks begin at."""
+    names = ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MIN")
+    texts = [os.environ.get(name, "") for name in names]
+    if not all(re.fullmatch("[0-9]{1,9}", one) for one in texts[:2]):
+        raise InvalidInput(
+            "--shard slurm reads SLURM_ARRAY_TASK_ID and SLURM_ARRAY_TASK_COUNT, which are not set: submit a job array "
+            "(sbatch --array=1-N), or write i/N."
+        )
+    number, count, first = int(texts[0]), int(texts[1]), int(texts[2]) if texts[2].isdigit() else 1
+    step = os.environ.get("SLURM_ARRAY_TASK_STEP", "1")
+    number = (number - first) // (int(step) if step.isdigit() and int(step) else 1) + 1
+    if not 1 <= number <= count:
+        raise InvalidInput(f"task {texts[0]} of a SLURM array of {count} is none of its shards: use --array=1-{count}.")
+    return Shard(number, count)
+
+
+def note_shard(store: Store, scan: int, shard: Shard | None) -> None:
+    """Record in a store its part of a scan, None for the whole; a store of another part is refused."""
+    with store._transaction():
+        there = store.shards().get(scan)
+        if shard is None:
+            if there is not None:
+                raise StoreError(
+                    f"{store.path} holds shard {there[0]}/{there[1]} of this scan, not the whole: choose another "
+                    "--out, or --no-resume to measure the whole anew."
+                )
+        elif there is None:
+            if store._scan(scan)["cells"]:
+                raise StoreError(
+                    f"{store.path} holds cells of this scan that are of no shard, not those of shard {shard}: give "
+                    "every shard a store of its own."
+                )
+            store.note_shard(scan, (shard.number, shard.count, shard.plan, shard.cells))
+        elif there[:3] != (shard.number, shard.count, shard.plan):
+            other = "" if there[:2] == (shard.number, shard.count) else f" {there[0]}/{there[1]}"
+            raise StoreError(
+                f"{store.path} holds shard{other} of another plan, not shard {shard} of this scan: give every shard a "
+                "store of its own."
+            )
+
+
+def read_shards(path: Path) -> list[Shard]:
+    """The parts that a store records; none for a store that was not made from shards."""
+    with Store.reading(path) as store:
+        of = {row["id"]: row for row in store.identities()}
+        return [
+            Shard(number, count, of[scan]["model_sha256"], of[scan]["text_sha256"], plan, cells, of[scan]["cells"])
+            for scan, (number, count, plan, cells) in store.shards().items()
+        ]

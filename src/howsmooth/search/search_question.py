@@ -20,11 +20,9 @@ from howsmooth._util.common import random_stream
 from howsmooth._util.validation import check_finite, check_tensor, memory
 from howsmooth.attention import AttentionMap, as_attention_map
 from howsmooth.bounds import get
-from howsmooth.bounds.castin2024 import real_eigenpairs
-from howsmooth.bounds.head_constants import query_key, value_matrices
-from howsmooth.bounds.own.l2_bounds import tight_input
-from howsmooth.bounds.own.lower_bounds import two_cluster_input
-from howsmooth.bounds.question_setting import Setting
+from howsmooth.bounds.l2_bounds import tight_input
+from howsmooth.bounds.lower_bounds import real_eigenpairs, two_cluster_input
+from howsmooth.bounds.question_setting import Setting, query_key, value_matrices
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.function_checks import check_tokens
 from howsmooth.norms.small_matrices import spectral
@@ -226,7 +224,7 @@ def _ids(ids: Tensor, region: Tokens, n: int) -> Tensor:
 def constructions(f: object, over: InputSet, n: int, d: int) -> list[Start]:
     """The theorems' inputs for this map, brought into the set.
 
-    Two clusters (`bounds.own.lower`): one token at −Ru and the others at Ru, or one at Ru and the others at Ru/2,
+    Two clusters (`lower_bounds`): one token at −Ru and the others at Ru, or one at Ru and the others at Ru/2,
     u a real eigenvector of A (Castin et al. 2024), and the best pair and scale of this project's bound. One token in
     the middle of two clusters at ±Ru (Kim et al. 2021). Two poles (`two_poles`). For L2 attention the input that is
     tight in the ∞-norm. All tokens equal, where ‖J‖ ≥ ‖V‖. In a neighbourhood its centre.

@@ -14,8 +14,8 @@ import howsmooth as hs
 from howsmooth import nn as layers
 from howsmooth.attention import LogitBias
 from howsmooth.attention.masks import Terms, as_mask
-from howsmooth.bounds import kim2021, l2_bounds
-from howsmooth.bounds.own.l2_bounds import block_lip_2
+from howsmooth.bounds import l2_bounds
+from howsmooth.bounds.l2_bounds import block_lip_2
 from howsmooth.nn.layers.attention_layer import AttentionLayer, CallMasks
 from howsmooth.nn.layers.l2_layers import average_2
 
@@ -90,7 +90,7 @@ def divided(layer: layers.L2Attention, weights: list[Tensor], sight: CallMasks) 
         return 1.0
     if layer.norm == 2:
         return layer.coefficient / block_lip_2(*weights, average_2(sight))  # type: ignore[call-arg, arg-type]
-    bound = l2_bounds.l2_lip_inf if layer.bound == "howsmooth" else kim2021.lip_inf
+    bound = l2_bounds.l2_lip_inf if layer.bound == "howsmooth" else l2_bounds.lip_inf
     return layer.coefficient / bound(*weights, sight.terms.most_seen(sight.n))  # type: ignore[call-arg, arg-type]
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import AttentionMap
-from howsmooth.bounds.own.three_path import TINY, push_radii
+from howsmooth.bounds.point_bounds import TINY, push_radii
 from howsmooth.certificates.ball.head_ball import HeadBall, norm_of_partitioned_sum
 from howsmooth.certificates.ball.weight_perturbation import PerturbationStep
 from howsmooth.certificates.point.enclosure import range_bases

@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.own.three_path import (
+from howsmooth.bounds.point_bounds import (
     TINY,
     diagonal_norm,
     key_weights,

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from howsmooth.attention.dot_product_map import _DistanceKey, _DistanceQuery
 from howsmooth.attention.stages import Chain, Rotary, Scale, TokenStage, UnitNorm
-from howsmooth.bounds.own.neighbourhood import softmax_ceiling
-from howsmooth.bounds.own.three_path import nonnegative_norm
+from howsmooth.bounds.neighbourhood import softmax_ceiling
+from howsmooth.bounds.point_bounds import nonnegative_norm
 from howsmooth.bounds.three_paths import PathsAt
 from howsmooth.certificates.ball.weight_perturbation import largest_mean
 from howsmooth.certificates.network.affine_form import spectral_ceiling

@@ -19,7 +19,7 @@ from torch import Tensor
 from howsmooth._util.torch_globals import full_precision
 from howsmooth._util.validation import NotNegative, check_count, check_finite, check_tensor, validated
 from howsmooth.attention import AttentionMap
-from howsmooth.bounds.own.neighbourhood import three_path_ball_of
+from howsmooth.bounds.neighbourhood import three_path_ball_of
 from howsmooth.bounds.question_setting import Setting
 from howsmooth.bounds.three_paths import Paths
 from howsmooth.certificates.ball.block_ball import LIMIT, BlockBall

@@ -20,8 +20,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.own.neighbourhood import softmax_ceiling
-from howsmooth.bounds.own.three_path import TINY, root
+from howsmooth.bounds.neighbourhood import softmax_ceiling
+from howsmooth.bounds.point_bounds import TINY, root
 from howsmooth.bounds.three_paths import LEAST, Paths
 from howsmooth.numerics.roundoff import gamma
 

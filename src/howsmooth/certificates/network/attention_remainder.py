@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import AttentionMap
-from howsmooth.bounds.own.neighbourhood import softmax_ceiling
+from howsmooth.bounds.neighbourhood import softmax_ceiling
 from howsmooth.bounds.three_paths import PathsAt
 from howsmooth.certificates.ball.weight_perturbation import largest_mean
 from howsmooth.certificates.network.affine_form import AffineForm, block_diagonal, gauge, length, spectral_ceiling

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import AttentionMap
-from howsmooth.bounds.own.three_path import three_path_of
+from howsmooth.bounds.point_bounds import three_path_of
 from howsmooth.certificates.point.head_gram import HeadBlocks, HeadsAt, StackedHeads
 from howsmooth.certificates.point.proved_eigenvalue import cholesky_bound, deflated_bound, top_eigenvalue
 from howsmooth.errors import InvalidInput

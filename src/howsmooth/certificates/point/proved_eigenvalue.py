@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.own.three_path import top
+from howsmooth.bounds.point_bounds import top
 from howsmooth.numerics.roundoff import gamma
 
 _RAISES = (1e-3, 4e-3, 1.6e-2, 6.4e-2, 0.25, 1.0)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from howsmooth import attention
 from howsmooth._util.validation import check_count, check_positive, check_weights, shown, validated
 from howsmooth.attention.autodiff_maps import MeanOfSteps
-from howsmooth.bounds.furuya2026 import longest_step
+from howsmooth.bounds.other_attentions import longest_step
 from howsmooth.errors import InvalidInput
 from howsmooth.nn.layers.attention_layer import AttentionLayer, CallMasks, Mask
 

@@ -9,8 +9,8 @@ r"""L2 self-attention to train with: tied queries and keys, the factor A_h, mask
 
 `ContractiveL2Attention` divides it by its own Lipschitz bound, which depends on the weights, on n and on the mask. In
 the 2-norm that is `block_lip_2`: two spectral norms times the constant κ(n) of the Gaussian average. In the ∞-norm,
-which Kim, Papamakarios and Mnih (2021) divide by, it is `howsmooth.bounds.own.l2_bounds.l2_lip_inf` or the paper's own
-`howsmooth.bounds.kim2021.lip_inf`, a thousand times larger.
+which Kim, Papamakarios and Mnih (2021) divide by, it is `howsmooth.bounds.l2_bounds.l2_lip_inf` or the paper's own
+`howsmooth.bounds.l2_bounds.lip_inf`, a thousand times larger.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch.nn import functional
 from howsmooth._util.validation import check_count, check_positive, validated
 from howsmooth.attention import L2SelfAttention
 from howsmooth.attention.masks import Sight, as_mask
-from howsmooth.bounds import get, kim2021, l2_bounds, setting
-from howsmooth.bounds.own.l2_bounds import average_lip_2, balanced, block_lip_2, mixing_matrix
+from howsmooth.bounds import get, l2_bounds, setting
+from howsmooth.bounds.l2_bounds import average_lip_2, balanced, block_lip_2, mixing_matrix
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn.layers.attention_layer import (
     CallMasks,
@@ -276,7 +276,7 @@ class ContractiveL2Attention(L2Attention):
                 tied, mixed = balanced(weights[0], mixing)
                 size = self.tied_norm(tied, follow) * self.mixing_norm(mixed, follow) / self.temperature
                 return lambda n: average_2(masks, n) * size
-            form = l2_bounds.l2_lip_inf if self.bound == "howsmooth" else kim2021.lip_inf
+            form = l2_bounds.l2_lip_inf if self.bound == "howsmooth" else l2_bounds.lip_inf
             return lambda n: form(*weights, masks.terms.most_seen(n))
 
     def _counts(self, masks: CallMasks) -> list[int]:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from howsmooth._util.validation import validated
 from howsmooth.bounds.bound_table import Table, measurements_at, table
 from howsmooth.bounds.catalogue import SCOPES, get
-from howsmooth.bounds.own.token_set_bounds import crossover
 from howsmooth.bounds.question_setting import Setting, setting
+from howsmooth.bounds.token_set_bounds import crossover
 from howsmooth.errors import InvalidInput
 from howsmooth.reports.figures.style import axes, label_places, light_grid, new_figure, plain_legend
 from howsmooth.search.sandwich_search import SandwichCell

@@ -41,9 +41,8 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import AttentionMap
-from howsmooth.bounds.assumptions import LINEAR, NO_SOFTCAP
-from howsmooth.bounds.catalogue import theorem
-from howsmooth.bounds.own.three_path import (
+from howsmooth.bounds.catalogue import LINEAR, NO_SOFTCAP, theorem
+from howsmooth.bounds.point_bounds import (
     nonnegative_norm,
     nowhere_nan,
     psd_norm,
@@ -59,7 +58,7 @@ _NOTHING = -1e30
 """The logarithm of nothing, finite so that derivatives are."""
 
 
-def three_path_ball(attention: AttentionMap, x: Tensor, eps: float, folded: bool = True) -> Tensor:
+def three_path_ball(attention: AttentionMap, x: Tensor, eps: float) -> Tensor:
     """The bound on the constant of every head over all inputs whose tokens are within ``eps`` of x's, ``(heads,)``.
 
     Never below `three_path` at x.
@@ -70,7 +69,7 @@ def three_path_ball(attention: AttentionMap, x: Tensor, eps: float, folded: bool
     >>> bool((near < far).all() and (near > hs.measure_heads(head, x).value).all())
     True
     """
-    return Setting(attention, len(x), None, x, eps).on_paths(three_path_ball_of, folded)
+    return Setting(attention, len(x), None, x, eps).on_paths(three_path_ball_of, folded=True)
 
 
 def softmax_ceiling(scores: Tensor, radius: Tensor) -> Tensor:

@@ -1,6 +1,9 @@
-r"""This project's bounds for dot-product attention on a set of tokens: any mask, query bias, rotary positions.
+r"""Dot-product attention on a set of tokens, on the ball B_R with :math:`a = \|A\|R^2`.
 
-Proof of all of them. For tangents Y the Jacobian at token i is
+Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024 (arXiv 2312.14820), and this project's bounds, for any mask,
+query bias and rotary positions.
+
+Proof of the latter. For tangents Y the Jacobian at token i is
 
 .. math:: V\Big[\sum_j P_{ij}(x_j - m_i)\,(A_{ij}^\top x_j + \beta_{ij})\cdot y_i
           + \sum_j P_{ij}\big(y_j + (x_j - m_i)\,(w_{ij}\cdot y_j)\big)\Big], \qquad w_{ij} = A_{ij}x_i + b_{ij}.
@@ -19,9 +22,65 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.assumptions import CAUSAL, LINEAR, NO_PLACES, NO_ROTARY
-from howsmooth.bounds.catalogue import theorem
-from howsmooth.bounds.head_constants import HeadNumbers
+from howsmooth.bounds.catalogue import (
+    CAUSAL,
+    LINEAR,
+    NO_PLACES,
+    NO_QUERY_BIAS,
+    NO_ROTARY,
+    NO_SOFTCAP,
+    PLAIN,
+    theorem,
+)
+from howsmooth.bounds.question_setting import HeadNumbers
+
+CASTIN = "Castin, Ablin, Peyré 2024"
+
+
+@theorem(
+    "castin2024.sqrt_n",
+    r"\sqrt3\,\|V\|\,\bigl(\|A\|^2R^4(4n+1)+n\bigr)^{1/2}",
+    reference=f"{CASTIN}, Theorem 3.3",
+    scope="ball",
+    assumptions=PLAIN,
+    given=lambda where, folded: (*where.on_ball(folded), where.count),
+)
+def castin_sqrt_n(value: Tensor, score: Tensor, radius: float, n: float) -> Tensor:
+    r"""Theorem 3.3: :math:`\mathrm{Lip}(f|_{B_R^n}) \le \sqrt3\,\|V\|\,(\|A\|^2R^4(4n+1) + n)^{1/2}`, masked or not.
+
+    Since :math:`(u+v+w)^2 \le 3(u^2+v^2+w^2)`, it follows from
+    `token_set_sqrt_n`, never larger.
+
+    Args:
+        value, score: ‖V‖ and ‖A‖ of each head. radius: R. n: number of tokens.
+
+    >>> one = torch.ones(1, dtype=torch.float64)
+    >>> float(castin_sqrt_n(one, one, radius=1.0, n=4))  # √3·√21
+    7.93725...
+    """
+    a = score * radius * radius
+    return 3**0.5 * value * (a.square() * (4 * n + 1) + n).sqrt()
+
+
+@theorem(
+    "castin2024.mean_field",
+    r"\|V\|\,(1+3\|A\|R^2)\,e^{2\|A\|R^2}",
+    reference=f"{CASTIN}, Theorem 3.5",
+    scope="mean-field W2",
+    assumptions=(LINEAR, NO_PLACES, NO_QUERY_BIAS, NO_SOFTCAP),
+    given=lambda where, folded: where.on_ball(folded),
+)
+def castin_mean_field(value: Tensor, score: Tensor, radius: float) -> Tensor:
+    r"""Theorem 3.5: :math:`\mathrm{Lip}_{W_2}(F|_{\mathcal P(B_R)}) \le \|V\|(1 + 3\|A\|R^2)\,e^{2\|A\|R^2}`, unmasked.
+
+    It bounds the constant for every n. **False under a mask**; see the errata.
+
+    >>> one = torch.ones(1, dtype=torch.float64)
+    >>> [round(float(castin_mean_field(one, b * one, 1.0)), 1) for b in (1, 2)]
+    [29.6, 382.2]
+    """
+    a = score * radius * radius
+    return value * (1 + 3 * a) * torch.exp(2 * a)
 
 
 @theorem(
@@ -33,7 +92,7 @@ from howsmooth.bounds.head_constants import HeadNumbers
 )
 def token_set_sqrt_n(numbers: HeadNumbers, n: float) -> Tensor:
     r"""On the ball :math:`\|V\|\,(a + (1+a+|b|R)\sqrt n)`, for any mask, additive logit bias and rotary positions."""
-    return _bound(numbers, n**0.5)
+    return _token_set_bound(numbers, n**0.5)
 
 
 @theorem(
@@ -45,7 +104,7 @@ def token_set_sqrt_n(numbers: HeadNumbers, n: float) -> Tensor:
 )
 def token_set_mean_field(numbers: HeadNumbers) -> Tensor:
     r"""On the ball :math:`\|V\|\,(a + (1+a+|b|R)\,e^{a+|b|R})` in W₂, unmasked, without positions: every n at once."""
-    return _bound(numbers, torch.exp(numbers.swing))
+    return _token_set_bound(numbers, torch.exp(numbers.swing))
 
 
 @theorem(
@@ -90,5 +149,5 @@ def masked_mean_field(numbers: HeadNumbers) -> Tensor:
     )
 
 
-def _bound(numbers: HeadNumbers, growth: Tensor | float) -> Tensor:
+def _token_set_bound(numbers: HeadNumbers, growth: Tensor | float) -> Tensor:
     return numbers.spread * numbers.pull + (numbers.value + numbers.spread * numbers.push) * growth

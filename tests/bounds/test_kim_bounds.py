@@ -11,7 +11,7 @@ from scipy.optimize import brentq, minimize_scalar
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.bounds import kim2021, l2_bounds
+from howsmooth.bounds import l2_bounds
 from howsmooth.testing import dense_jacobian as dense
 
 ONE = torch.ones(1, 1, dtype=torch.float64)
@@ -29,7 +29,7 @@ def column(*values: float) -> Tensor:
 @pytest.mark.parametrize("n", [2, 3, 10, 1000, 10**9])
 def test_phi_inverse_solves_its_equation(n: int) -> None:
     root = brentq(lambda x: math.log(x) + x + 1 - math.log(n - 1), 1e-9, 50, xtol=1e-13)
-    assert kim2021.phi_inverse(n - 1) == pytest.approx(root, rel=1e-11)
+    assert l2_bounds.phi_inverse(n - 1) == pytest.approx(root, rel=1e-11)
 
 
 def test_key_lemma_is_the_maximum_over_distances() -> None:
@@ -39,8 +39,8 @@ def test_key_lemma_is_the_maximum_over_distances() -> None:
             return others * d * math.exp(-d) / (1 + others * math.exp(-d))
 
         best = minimize_scalar(lambda d: -moment(d), bounds=(0, 40), method="bounded", options={"xatol": 1e-10})
-        assert -best.fun == pytest.approx(kim2021.phi_inverse(others), rel=1e-12)
-        assert best.x == pytest.approx(1 + kim2021.phi_inverse(others), rel=1e-5)
+        assert -best.fun == pytest.approx(l2_bounds.phi_inverse(others), rel=1e-12)
+        assert best.x == pytest.approx(1 + l2_bounds.phi_inverse(others), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_norms_are_those_of_the_statement() -> None:
     d, heads, n = 6, 2, 5
     rows = [torch.randn(d, d, dtype=torch.float64) for _ in range(3)]
     attention = hs.L2SelfAttention(*rows, heads=heads)
-    c, s = kim2021.phi_inverse(n - 1), 3**0.5
+    c, s = l2_bounds.phi_inverse(n - 1), 3**0.5
     wq, wv, wo = (w.numpy().T for w in rows)  # W^Q, W^V with heads side by side, and W^O, as in the paper
     heads_of = [(wq[:, :3], wv[:, :3]), (wq[:, 3:], wv[:, 3:])]
     expected_inf = (
@@ -104,7 +104,7 @@ def test_usual_form_of_lip_2_is_false() -> None:
 @pytest.mark.parametrize(("t", "value"), [(1.0, 1.889), (10.0, 89.89), (100.0, 8889.9)])
 def test_dot_product_attention_is_not_lipschitz(t: float, value: float) -> None:
     head = hs.SelfAttention.from_bilinear(ONE, ONE)
-    found = measured(head, kim2021.not_lipschitz_witness(9, t), math.inf)
+    found = measured(head, l2_bounds.not_lipschitz_witness(9, t), math.inf)
     assert found == pytest.approx(value, rel=5e-4)
     assert found >= (1 + t**2 * 8 / 9) * (1 - 1e-12)
 
@@ -112,7 +112,7 @@ def test_dot_product_attention_is_not_lipschitz(t: float, value: float) -> None:
 @pytest.mark.parametrize("n", [1, 2, 8])
 def test_witness_refuses_even_and_tiny_counts(n: int) -> None:
     with pytest.raises(hs.InvalidInput, match="odd number of tokens"):
-        kim2021.not_lipschitz_witness(n, 1.0)
+        l2_bounds.not_lipschitz_witness(n, 1.0)
 
 
 def untied(b: float) -> tuple[hs.L2SelfAttention, Tensor]:

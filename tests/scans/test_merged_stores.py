@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,10 @@ from evidence.scan_faults import contents
 from howsmooth.errors import HowsmoothError, InvalidInput
 from howsmooth.scans import Store, StoreError, merge, salvage
 from howsmooth.scans import scan as run_scan
-from howsmooth.scans.plan import CellBatch
-from howsmooth.scans.scan_options import ScanSettings
-from howsmooth.scans.shards import Shard, note_shard, parse_shard, read_shards
+from howsmooth.scans.plan import CellBatch, ScanSettings
+from howsmooth.scans.units import Shard, note_shard, parse_shard, read_shards
 from tests.cli.command import Command
-from tests.scans.stores import IDENTITY, SHARDED, TOKENS, batch, change, kept, numbers
+from tests.scans.stores import IDENTITY, TOKENS, batch, change, kept, numbers
 
 ASKED: dict[str, Any] = {"lengths": [6, 8], "windows": 3, "what": "head,attention"}
 MERGE = Command("merge")
@@ -83,13 +81,6 @@ def test_scans_of_other_models_stand_side_by_side(tmp_path: Path) -> None:
     merge([one, other], tmp_path / "all")
     with Store.reading(tmp_path / "all") as made:
         assert [row["model"] for row in made.scans()] == ["tiny", "large"]
-
-
-def test_a_store_of_before_checksums_is_joined_too(tmp_path: Path) -> None:
-    from tests.scans.stores import OLDER
-
-    merge([OLDER, store(tmp_path / "1", 0, model_sha256="n" * 64)], tmp_path / "all")
-    assert contents(OLDER).items() <= contents(tmp_path / "all").items()
 
 
 def _refusals() -> dict[str, tuple[Any, str]]:
@@ -188,24 +179,8 @@ def test_the_note_of_a_shard_is_what_was_written_or_refused(tmp_path: Path, stat
             pass
 
 
-def test_a_shard_without_a_checksum_is_read_and_gets_one(tmp_path: Path) -> None:
-    path = tmp_path / "1"
-    shutil.copyfile(SHARDED, path)
-    noted = read_shards(path)
-    assert [(str(part), part.plan, part.cells, part.there) for part in noted] == [("1/2", "plan", 2, 2)]
-    with pytest.raises(StoreError, match=r"shard 2/2 of .* is not among the stores"):
-        merge([path], tmp_path / "all")
-    with Store.writing(path) as made:
-        made.check()
-    assert read_shards(path) == noted
-    change(path, "UPDATE shards SET count = 1")
-    with pytest.raises(StoreError, match="the note that scan 1 is shard 1/1 is not what was written"):
-        merge([path], tmp_path / "all")
-
-
-@pytest.mark.parametrize("made", [lambda path: shard(path, 1, 2, 0, 1), lambda path: shutil.copyfile(SHARDED, path)])
-def test_what_is_salvaged_of_a_shard_is_still_a_shard(tmp_path: Path, made: Any) -> None:
-    path = made(tmp_path / "1")
+def test_what_is_salvaged_of_a_shard_is_still_a_shard(tmp_path: Path) -> None:
+    path = shard(tmp_path / "1", 1, 2, 0, 1)
     change(path, "UPDATE cells SET value = 17 WHERE head = 0")
     assert "1 of 2 cells are whole" in str(salvage(path, tmp_path / "2"))
     (noted,) = read_shards(tmp_path / "2")

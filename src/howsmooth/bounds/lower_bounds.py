@@ -1,4 +1,5 @@
-r"""Lower bounds for dot-product attention: two clusters, one token against all others (after Castin et al. 2024).
+r"""Lower bounds for dot-product attention: Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024
+(arXiv 2312.14820), and this project's after them: two clusters, one token against all others.
 
 One token sits at :math:`x_1`, the others at :math:`x_o`. For a token at :math:`x_o` that sees the outlier and m others,
 with :math:`w = Ax_o + b`, :math:`\delta = x_1 - x_o` and :math:`E = e^{\delta\cdot w}`, the outlier has weight
@@ -33,8 +34,10 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import AttentionMap
-from howsmooth.bounds.assumptions import (
+from howsmooth.attention.masks import Maps
+from howsmooth.bounds.catalogue import (
     AT_LEAST_TWO,
+    BALL,
     CAUSAL,
     FINITE,
     LINEAR,
@@ -42,14 +45,87 @@ from howsmooth.bounds.assumptions import (
     NO_PLACES,
     NO_ROTARY,
     NO_SOFTCAP,
+    PLAIN,
     UNMASKED_OR_CAUSAL,
+    theorem,
 )
-from howsmooth.bounds.catalogue import theorem
-from howsmooth.bounds.head_constants import query_key, value_matrices
-from howsmooth.bounds.question_setting import Setting
+from howsmooth.bounds.question_setting import Setting, query_key, value_matrices
 from howsmooth.norms.small_matrices import spectral
 from howsmooth.numerics.roundoff import gamma
 from howsmooth.sets.ellipsoid import Ellipsoid
+
+
+def lower_sqrt_n(response: Tensor, gamma: Tensor, radius: float, n: float) -> Tensor:
+    r"""Proposition 3.4: :math:`\mathrm{Lip}(f|_{B_R^n}) \ge \tfrac12\|Vu\|\sqrt{n-1}` while
+    :math:`n \le 1+e^{2\gamma R^2}`, masked or not; NaN for longer sequences.
+
+    Here u is a unit eigenvector of A for a real eigenvalue: −γ (tokens −Ru, Ru, Ru, …) or 8γ (Ru, Ru/2, Ru/2, …).
+
+    Args:
+        response: ‖Vu‖. gamma: γ.
+
+    >>> one = torch.ones(1, dtype=torch.float64)
+    >>> float(lower_sqrt_n(one, one, radius=1.0, n=5)), float(lower_sqrt_n(one, one, radius=1.0, n=9))
+    (1.0, nan)
+    """
+    holds = n <= 1 + torch.exp(2 * gamma * radius * radius)
+    return torch.where(holds, 0.5 * response * (n - 1) ** 0.5, torch.nan)
+
+
+def large_radius_limit(attention: AttentionMap, x: Tensor) -> Tensor:
+    r"""For almost every X, :math:`\|J(RX)\| \to \|V\|\,\sqrt{\text{largest in-degree}}` as R → ∞, of each head.
+
+    The in-degree of token j is the number of tokens whose largest logit is that of j (the hardmax map). Far out the
+    weights are one-hot, the score path vanishes and the Jacobian is the 0–1 matrix of the hardmax map times V.
+    Needs distinct logits in every row and linear queries, keys and values without biases.
+
+    >>> import howsmooth as hs
+    >>> head = hs.SelfAttention.from_bilinear(-torch.eye(1), 2 * torch.eye(1))
+    >>> float(large_radius_limit(head, torch.tensor([[-1.0], [2.0], [3.0]])))  # both positive tokens look at the first
+    2.82842...
+    """
+    query, key, _ = query_key(attention)
+    x = x.double()
+    logits = (x @ query.mT) @ (x @ key.mT).mT
+    logits = attention.terms.added_to(logits, Maps.every(1, attention.heads, len(x), logits))
+    degree = torch.nn.functional.one_hot(logits.argmax(-1), len(x)).sum(1).amax(1)
+    return spectral(value_matrices(attention)) * degree.double().sqrt()
+
+
+def real_eigenpairs(attention: AttentionMap) -> tuple[Tensor, Tensor]:
+    """The real eigenvalues of A = KᵀQ other than zero, ``(heads, min(k, d))`` (else NaN), and unit eigenvectors.
+
+    A has rank k or less: for k ≤ d its eigenvalues are those of the k × k matrix QKᵀ, and Kᵀs is an eigenvector of A
+    when s is one of it. An eigenvalue that is zero up to rounding has a vector that rounding chose: it is left out.
+    """
+    query, key, _ = query_key(attention)
+    narrow = key.shape[-2] <= key.shape[-1]
+    values, vectors = torch.linalg.eig(query @ key.mT if narrow else key.mT @ query)
+    lifted = (key.mT @ vectors.real if narrow else vectors.real).mT  # (heads, min(k, d), d)
+    size = lifted.norm(dim=-1, keepdim=True)
+    lifted = lifted / size.clamp(min=1e-300)
+    scale = key.flatten(1).norm(dim=-1) * query.flatten(1).norm(dim=-1)
+    real = (values.imag.abs() <= 1e-12 * values.abs()) & (values.abs() > 1e-10 * scale[:, None])
+    missed = (lifted @ query.mT @ key - values.real[..., None] * lifted).norm(dim=-1)
+    real &= (size[..., 0] > 0) & (missed <= 1e-9 * values.abs())
+    return torch.where(real, values.real, torch.nan), lifted
+
+
+@theorem(
+    "castin2024.lower_sqrt_n",
+    r"\tfrac12\|Vu\|\sqrt{n-1},\ n\le 1+e^{2\gamma R^2},\ \gamma=\max(-\gamma_{\min},\gamma_{\max}/8)",
+    reference="Castin, Ablin, Peyré 2024, Proposition 3.4",
+    side="lower",
+    scope="ball",
+    assumptions=(*PLAIN, UNMASKED_OR_CAUSAL, BALL, FINITE, AT_LEAST_TWO),
+)
+def _lower_sqrt_n(where: Setting, folded: bool) -> Tensor:
+    values, vectors = real_eigenpairs(where.map)
+    gamma = torch.maximum(-values, values / 8)
+    response = (value_matrices(where.map, folded) @ vectors.mT).norm(dim=-2)
+    bounds = lower_sqrt_n(response, gamma, where.radius, where.count)
+    return bounds.nan_to_num(nan=0.0).amax(-1) * (1 - 1e-9)  # the eigenvector is known to that accuracy
+
 
 Sums = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 """From the exponents δ·w to c_0, c_1, c_2."""
@@ -121,15 +197,6 @@ def mean_field_sums(exponent: Tensor, causal: bool) -> tuple[Tensor, Tensor, Ten
     if causal:
         return scale, scale / 2, scale / 3
     return _powers(scale * _RATIOS / (1 + _RATIOS).square(), _RATIOS / (1 + _RATIOS))
-
-
-def equal_tokens(value: Tensor) -> Tensor:
-    r"""Where all tokens are equal the Jacobian is P ⊗ V with row-stochastic P, so :math:`\|J\| \ge \|V\|`.
-
-    Whatever the mask, biases and positions: no covariance is left, and moving all tokens by y moves the output by Vy.
-    For a block V is :math:`\sum_h W_hV_h`.
-    """
-    return spectral(value)
 
 
 def clusters(attention: AttentionMap, tokens: Ellipsoid) -> Clusters:
@@ -240,7 +307,7 @@ def _best(where: Setting, folded: bool, sums: Sums) -> Tensor:
 def _equal_tokens_block(where: Setting) -> Tensor:
     weights, values = where.map.output_weight.double(), value_matrices(where.map, folded=False)
     lost = gamma(8 * weights.shape[0] * weights.shape[1]) * weights.norm() * values.norm()
-    return (equal_tokens((weights.mT @ values).sum(0)) * (1 - _SOLVER) - lost).clamp(min=0)
+    return (spectral((weights.mT @ values).sum(0)) * (1 - _SOLVER) - lost).clamp(min=0)
 
 
 @theorem(
@@ -254,7 +321,12 @@ def _equal_tokens_block(where: Setting) -> Tensor:
     needs=("tokens",),
 )
 def _equal_tokens(where: Setting, folded: bool) -> Tensor:
+    r"""Where all tokens are equal the Jacobian is P ⊗ V with row-stochastic P, so :math:`\|J\| \ge \|V\|`.
+
+    Whatever the mask, biases and positions: no covariance is left, and moving all tokens by y moves the output by Vy.
+    For a block V is :math:`\sum_h W_hV_h`.
+    """
     value, plain = value_matrices(where.map, folded), value_matrices(where.map, folded=False)
     outer = where.map.output_weight.double().norm(dim=(-2, -1)) if folded else 1.0
     lost = gamma(8 * where.map.output_weight[0].numel()) * plain.norm(dim=(-2, -1)) * outer
-    return (equal_tokens(value) * (1 - _SOLVER) - lost).clamp(min=0)
+    return (spectral(value) * (1 - _SOLVER) - lost).clamp(min=0)

@@ -1,7 +1,8 @@
-r"""The three-path bound: what the weights, the queries and the keys of a head can each do at one input.
+r"""Bounds of this project at one input: the three-path bound, the local bound, and the bound of composed attention.
 
-In the notation of `howsmooth.bounds.three_paths`, for every choice of key weights :math:`\tau_j > 0`, with
-:math:`\lambda_i = \|W\sum_j S_{ij}\tau_j(v_j-m_i)(v_j-m_i)^\top W^\top\|`,
+**The three-path bound** says what the weights, the queries and the keys of a head can each do. In the notation of
+`howsmooth.bounds.three_paths`, for every choice of key weights :math:`\tau_j > 0`, with :math:`\lambda_i = \|W\sum_j
+S_{ij}\tau_j(v_j-m_i)(v_j-m_i)^\top W^\top\|`,
 
 .. math:: \|J\| \;\le\; \|P\|\,\max_j\|WM^v_j\|
           \;+\; \max_i \Big\|W\sum_j S_{ij}(v_j-m_i)k_j^\top M^q_i\Big\|
@@ -20,7 +21,38 @@ The weights τ come from `key_weights`: on heads with attention sinks they halve
 The cost is O(n²k² + nk³): products of S with pairs of coordinates, and powers of n small matrices.
 
 The bound is for the map itself, in exact arithmetic: what float64 may have lost in the logits, the weights, the vectors
-and the norms is added, as derived in `howsmooth.bounds.point_error` and `howsmooth.bounds.key_value_spread`.
+and the norms is added, as derived in `howsmooth.bounds.point_error` and `howsmooth.bounds.three_paths`.
+
+**The local bound** has variances at the input in place of the radius of the ball. With V the value–output matrix and,
+under the weights of row i, :math:`m_i` the mean token, :math:`s_i^2 = \sum_jS_{ij}|x_j-m_i|^2`, :math:`w_{ij} =
+M^{k\top}_jq_i` (Ax_i + b without positions) and :math:`C_i = \sum_jS_{ij}(x_j-m_i)k_j^\top M^q_i` (Cov_i A without
+positions):
+
+.. math:: \|J\| \le \|V\|\Big[\max_i\|C_i\| + \max_i\big(1 + s_i\max_j|w_{ij}|\big)\,
+          \Big(\max_j\sum_iP_{ij}\Big)^{1/2}\Big].
+
+Proof. By `howsmooth.bounds.three_paths` with :math:`v_j = Vx_j` the Jacobian at token i is :math:`V[C_iy_i +
+\sum_j(P_{ij}y_j + S_{ij}(x_j-m_i)(w_{ij}\cdot y_j))]`. The first part is block diagonal. As :math:`0 \le S \le P`,
+Cauchy–Schwarz bounds the second by :math:`(1 + s_i\max_j|w_{ij}|)(\sum_jP_{ij}|y_j|^2)^{1/2}`, the maximum over the
+tokens that i sees; summing squares over i brings the column sums. ∎
+
+It holds for any mask, query bias, rotary positions, q/k normalisation and soft-cap, as long as values are linear; also
+for L2 attention. The three-path bound is the sharper one on trained heads.
+
+**Composed attention**, between token-wise maps: what is known of plain attention, times their norms. With L the
+three-path bound of the plain heads at the features z = φ(x), F_i the derivative of φ at token i, g the gate of a head,
+O its output and W its slice of the output matrix,
+
+.. math:: \|J_h\| \le \max_i\|F_i\|\,L_h
+          \quad\text{or, with a gate,}\quad
+          \|W\|\,\bigl[\max_{i,a} g_{ia}\,\max_i\|F_i\|\,L_h + \max_i\|\mathrm{diag}(O_i\circ g_i')\,G\|\bigr].
+
+Proof. The Jacobian is :math:`W[\mathrm{diag}(g)J(z)F + \mathrm{diag}(O\circ g')G]`, F and G act token by token, and the
+norm of a block diagonal map is that of its largest block. A learned sink is one more token of plain attention, whose
+rows and columns are left out, which lowers norms. ∎
+
+The features are those computed in float64; to first order their own rounding moves the bound by a relative
+eps·width·(1 + largest logit), which is added several times over.
 """
 
 from __future__ import annotations
@@ -32,11 +64,21 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import AttentionMap
-from howsmooth.bounds.assumptions import KNOWN_ROUNDING
-from howsmooth.bounds.catalogue import theorem
-from howsmooth.bounds.key_value_spread import NOISY, about_means, keys, product_slack
+from howsmooth.attention.composite_map import ComposedAttention
+from howsmooth.bounds.catalogue import KNOWN_ROUNDING, LINEAR_VALUES, Assumption, theorem
+from howsmooth.bounds.point_error import known_rounding
 from howsmooth.bounds.question_setting import Setting
-from howsmooth.bounds.three_paths import Paths, cross_scatter, distances, paths, scatter
+from howsmooth.bounds.three_paths import (
+    NOISY,
+    Paths,
+    about_means,
+    cross_scatter,
+    distances,
+    keys,
+    paths,
+    product_slack,
+    scatter,
+)
 from howsmooth.norms.small_matrices import spectral
 from howsmooth.numerics.roundoff import gamma
 
@@ -66,7 +108,7 @@ class ThreePath:
         return (self.value + self.diagonal + self.cross) * (1 + gamma(4))
 
 
-def three_path_parts(attention: AttentionMap, x: Tensor, folded: bool = True) -> ThreePath:
+def three_path_parts(attention: AttentionMap, x: Tensor) -> ThreePath:
     """The parts of `three_path`.
 
     >>> import howsmooth as hs
@@ -75,12 +117,12 @@ def three_path_parts(attention: AttentionMap, x: Tensor, folded: bool = True) ->
     >>> [round(float(path), 3) for path in (parts.value, parts.diagonal, parts.cross)]
     [1.008, 0.667, 0.556]
     """
-    groups = [_parts(group) for group in paths(attention, x, folded)]
+    groups = [_parts(group) for group in paths(attention, x)]
     shape = (*x.shape[:-2], attention.heads)
     return ThreePath(*(torch.cat(parts).reshape(shape) for parts in zip(*groups, strict=True)))
 
 
-def three_path(attention: AttentionMap, x: Tensor, folded: bool = True) -> Tensor:
+def three_path(attention: AttentionMap, x: Tensor) -> Tensor:
     """The three-path bound on the constant of every head at x, for every attention map.
 
     It is at most 2 % above the formula: λ_i of heads wider than 8 is taken from above, see `psd_norm`. Differentiable
@@ -88,14 +130,13 @@ def three_path(attention: AttentionMap, x: Tensor, folded: bool = True) -> Tenso
 
     Args:
         attention: any attention map. x: ``(n, d)`` or ``(batch, n, d)``.
-        folded: include the head's slice of the output matrix.
 
     >>> import howsmooth as hs
     >>> head, x = hs.SelfAttention.random(8, heads=2), torch.ones(5, 8)  # equal tokens: the value path alone
     >>> bool(torch.allclose(three_path(head, x), hs.measure_heads(head, x).value.double(), rtol=1e-4))
     True
     """
-    return three_path_parts(attention, x, folded).total
+    return three_path_parts(attention, x).total
 
 
 @theorem(
@@ -145,17 +186,22 @@ def diagonal_norm(group: Paths) -> Tensor:
     blocks = cross_scatter(group.slopes, group.value, group.mean, group.pull)
     if group.pull_map is not None:
         blocks = blocks @ group.pull_map
-    short = blocks if blocks.shape[-2] <= blocks.shape[-1] else blocks.mT
-    grams = short @ short.mT
+    grams = _grams(blocks)
     sizes = torch.linalg.vector_norm(grams, dim=(-2, -1))
     return largest_block(slack, ceiling, sizes, lambda maps, i: grams[maps, i])
+
+
+def _grams(blocks: Tensor) -> Tensor:
+    """The smaller Gram matrix of each block."""
+    short = blocks if blocks.shape[-2] <= blocks.shape[-1] else blocks.mT
+    return short @ short.mT
 
 
 def largest_block(slack: Tensor, ceiling: Tensor, sizes: Tensor, build: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """max_i ‖block_i‖, ``(g,)``: computed norm plus slack, or the ceiling where the slack is a good part of it.
 
     Args:
-        slack, ceiling: of `howsmooth.bounds.key_value_spread.product_slack`, ``(g, n)``.
+        slack, ceiling: of `howsmooth.bounds.three_paths.product_slack`, ``(g, n)``.
         sizes: ≥ the norm of each Gram matrix, ``(g, n)``. build: Gram matrices for pairs (map, i).
     """
     clean = slack <= NOISY * ceiling
@@ -225,7 +271,7 @@ def moment_slack(weights: Tensor, vectors: Tensor, centres: Tensor) -> Tensor:
     return gamma(4 * (weights.shape[-1] + 8)) * squares[..., 0]
 
 
-def key_weights(group: Paths, steps: int = 8) -> Tensor:
+def key_weights(group: Paths) -> Tensor:
     r"""Key weights τ that make the cross part small, ``(g, n)``, at most 1.
 
     With traces in place of norms the square of the cross part is :math:`\max_j (N\tau)_j/\tau_j`,
@@ -238,7 +284,7 @@ def key_weights(group: Paths, steps: int = 8) -> Tensor:
     values, means = (vectors.square().sum(-1) for vectors in (group.value, group.mean))
     apart = values[:, None] - 2 * group.mean @ group.value.mT + means[..., None]
     spread, push = group.slopes * apart.clamp_min(0), group.slopes * group.push_lengths().square()
-    return perron_weights(spread, push, steps).clamp_min(1e-4).sqrt()
+    return perron_weights(spread, push, steps=8).clamp_min(1e-4).sqrt()
 
 
 def perron_weights(left: Tensor, right: Tensor, steps: int = 12) -> Tensor:
@@ -347,3 +393,82 @@ def top(matrices: Tensor) -> Tensor:
         return torch.linalg.eigvalsh(matrices)[..., -1].clamp_min(TINY)
     kept = torch.linalg.eigvalsh(torch.where(finite[..., None, None], matrices, 0.0))[..., -1]
     return torch.where(finite, kept.clamp_min(TINY), torch.inf)
+
+
+@theorem(
+    "howsmooth.local",
+    r"\|V\|\bigl[\max_i\|C_iA\|+\max_i(1+|Ax_i+b|\,s_i)\,(\max_j\textstyle\sum_iP_{ij})^{1/2}\bigr]",
+    scope="point",
+    kinds=("dot_product", "l2"),
+    assumptions=(LINEAR_VALUES, KNOWN_ROUNDING),
+    on_paths=True,
+)
+def _local(group: Paths, where: Setting | None = None) -> Tensor:
+    """The formula with weights, spreads and pushes raised by what rounding may have taken from them.
+
+    >>> import howsmooth as hs
+    >>> head = hs.SelfAttention.from_bilinear(torch.eye(1), torch.eye(1))
+    >>> hs.bounds.get("howsmooth.local")(head, over=torch.tensor([[0.0], [1.0], [-1.0]]))  # 2/3 + (1 + 0.64)·√1.09
+    tensor(2.3..., dtype=torch.float64)
+    """
+    cloud = about_means(group, group.tokens, 0.0)
+    mean = group.weights @ group.tokens if group.softmax else torch.zeros_like(group.tokens)
+    spread = (group.upper_slopes * distances(mean, group.tokens).square()).sum(-1)  # s_i²
+    pulls = (group.upper_slopes @ group.pull.square().sum(-1, keepdim=True))[..., 0]
+
+    maps = group.pull_map
+    gain = 1.0 if maps is None else psd_norm(maps.mT @ maps, squarings=3)
+    slack, ceiling = product_slack(group, cloud, keys(group))
+    diagonal = largest_block(
+        slack, ceiling, spread * pulls * gain, lambda maps, i: _grams(group.query_block(maps, i, group.tokens))
+    )
+    push = (group.push_lengths() + push_radii(group)).masked_fill(~group.seen, 0.0).amax(-1)
+    columns = group.upper_weights.sum(-2).amax(-1)
+    lengths = spread.clamp_min(TINY).sqrt() + cloud.error
+    bound = value_gain(group) * (diagonal + (1 + lengths * push).amax(-1) * columns.sqrt())
+    return nowhere_nan(bound * group.allowance)
+
+
+_MANY = 64
+"""How many times the first-order effect of rounding is added."""
+
+
+def _known(where: Setting) -> bool:
+    assert isinstance(where.attention, ComposedAttention)
+    return known_rounding(where.attention.attention)
+
+
+@theorem(
+    "howsmooth.composed",
+    r"\|W\|\,\bigl[\max g\,\max_i\|\varphi'(x_i)\|\,L(\varphi(x))+\max_i\|\mathrm{diag}(O_i\circ g_i')G\|\bigr]",
+    scope="point",
+    kinds=("composed",),
+    assumptions=(Assumption("what rounding does in every stage of queries, keys and values is known", _known),),
+)
+def composed(where: Setting, folded: bool = True) -> Tensor:
+    """The bound of every head, ``(heads,)``.
+
+    >>> import howsmooth as hs
+    >>> sinks = hs.attention.ComposedAttention(hs.SelfAttention.random(8, heads=2), sinks=torch.zeros(2))
+    >>> x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+    >>> bound = hs.bounds.get("howsmooth.composed")(sinks, over=x, per_head=True)
+    >>> bool((hs.measure_heads(sinks, x).value <= bound).all())
+    True
+    """
+    assert isinstance(where.attention, ComposedAttention)
+    attention = where.attention.in_dtype(torch.float64)
+    x = where.point[None]
+    parts = attention.parts(x)
+    inner, tokens = parts.attention, parts.tokens
+    bound = three_path(inner, tokens[0])
+    if parts.derivative is not None:
+        bound = bound * torch.as_tensor(parts.derivative.size()).max()
+    if parts.gate is not None:
+        query, key, value = inner.staged(tokens)
+        output = (inner._weights(query, key) @ value)[0][:, parts.placement.outputs]  # (heads, n, v)
+        moved = spectral((output * parts.gate.slope[0])[..., None] * parts.gate.weight[:, None]).amax(-1)
+        bound = spectral(parts.gate.output) * (parts.gate.value[0].amax((-2, -1)) * bound + moved)
+    query, key, _ = inner.staged(tokens)
+    logit = float((query.norm(dim=-1).amax(-1) * key.norm(dim=-1).amax(-1)).max().detach())
+    width = max(attention.in_features, tokens.shape[-1])
+    return bound * (1 + _MANY * torch.finfo(torch.float64).eps * width * (1 + logit))
