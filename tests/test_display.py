@@ -69,7 +69,7 @@ def test_a_measurement_shows_its_ends_and_what_compares(block: Any) -> None:
     title, *cells = read(measured).cells
     assert title == f"‖J‖₂ = {float(measured):.4g}"
     said = dict(zip(cells[::2], cells[1::2], strict=True))
-    ends = re.fullmatch(r"≥ (\S+) always, ≤ (\S+) (?:always|with \S+ %)", said["ends"])
+    ends = re.fullmatch(r"≥ (\S+), ≤ (\S+?)(?: with probability \S+ %)?, rounding modelled", said["ends"])
     assert ends is not None
     assert float(ends[1]) <= float(measured) <= float(ends[2])
     assert said["converged"] == "1 of 1"

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN
+from decimal import ROUND_FLOOR, ROUND_HALF_EVEN
 from functools import partial
 from itertools import count
 from math import isfinite
@@ -24,7 +24,7 @@ from howsmooth.cli.exit_codes import end_on_broken_pipe
 from howsmooth.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from howsmooth.norms import Measurement
+    pass
 
 MAXIMUM_THREADS = max(64, 4 * (os.cpu_count() or 1))
 """More never help, and at some number the system refuses to make them."""
@@ -164,21 +164,3 @@ def written(value: float, rounding: str = ROUND_HALF_EVEN, digits: int = 4) -> s
     return rounded(value, rounding, digits)
 
 
-def lower_bound(m: Measurement, index: tuple[int, ...] = ()) -> str:
-    """The lower end of one map in words, rounded down so that it stays true.
-
-    >>> from howsmooth.jacobians import MatrixOperator
-    >>> from howsmooth.norms import operator_norm
-    >>> import torch
-    >>> m = operator_norm(MatrixOperator(torch.tensor([[2.0]])))
-    >>> lower_bound(m), upper_bound(m)
-    ('≥ 1.9999 always', '≤ 2.0001 always')
-    """
-    return f"≥ {written(float(m.lower[index]), ROUND_FLOOR, 5)} {m.lower_holds.said()}"
-
-
-def upper_bound(m: Measurement, index: tuple[int, ...] = ()) -> str:
-    """The upper end of one map in words, rounded up so that it stays true."""
-    if m.confidence == 0 or not isfinite(float(m.upper[index])):
-        return "none"
-    return f"≤ {written(float(m.upper[index]), ROUND_CEILING, 5)} {m.upper_holds.said(m.confidence)}"

@@ -144,13 +144,15 @@ class Measurement:
             return f"{symbol} = {value} ({self.ends()}; {state}, {how}){self._compared()}"
         low, high = (rounded(float(x), ROUND_HALF_EVEN, 4) for x in (self.value.min(), self.value.max()))
         ratio = float(torch.where(self.upper > 0, self.upper / self.lower, torch.ones_like(self.upper)).max())
-        if self.confidence:
-            gap = with_guarantees("each ≥ lower", "≤ upper", self.lower_holds, self.upper_holds, self.confidence)
-            gap += f", upper/lower at most {rounded(ratio, ROUND_CEILING)}"
-        else:
-            gap = with_guarantees("each ≥ lower", "no upper bound", self.lower_holds)
+        gap = f", upper/lower at most {rounded(ratio, ROUND_CEILING)}" if self.confidence else ""
         state = f"{int(self.converged.sum())}/{count} converged"
-        return f"{symbol} of {count} maps = {low} … {high} ({gap}; {state}, {how}){self._compared()}"
+        return f"{symbol} of {count} maps = {low} … {high} (each {self.guarantees}{gap}; {state}, {how}){self._compared()}"
+
+    @property
+    def guarantees(self) -> str:
+        """The guarantees of the ends of every map: "≥ lower, ≤ upper with probability 99 %, rounding modelled"."""
+        above = "≤ upper" if self.confidence else "no upper bound"
+        return with_guarantees("≥ lower", above, self.lower_holds, self.upper_holds, self.confidence or 1.0)
 
     def ends(self, index: tuple[int, ...] = ()) -> str:
         """Both ends of one map with their guarantees, rounded outwards: "≥ 3.9999, ≤ 4.0001, rounding modelled"."""

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from howsmooth._util.common import rounded
-from howsmooth.reports.findings import bounds_of, group_headline, growth_sentences, growths, methods, rounding_of
+from howsmooth.reports.findings import bounds_of, group_headline, growth_sentences, growths, methods
 from howsmooth.reports.readable_tokens import readable
 from howsmooth.reports.scan_groups import KINDS, Group, Row
+from howsmooth.scans.scan_result import rounding_of
 
 _DIGITS = 5
 _SHARE_CHARACTERS = 1_500_000
@@ -111,7 +112,7 @@ def _pack(group: Group, rows: Sequence[Row]) -> dict[str, Any]:
         "text": group.text,
         "headline": group_headline(group),
         "kinds": {kind: KINDS.get(kind, kind) for kind in group.kinds},
-        "rounding": {kind: rounding_of(kind).said() for kind in group.kinds},
+        "rounding": {kind: rounding_of(kind).words() for kind in group.kinds},
         "length": group.main_length(group.kinds[0]),
         "columns": {name: _shortened(column) for name, column in columns.items()},
         "bounds": {name: [_digits(of_row.get(name), ROUND_CEILING) for of_row in bounds] for name in names},
