@@ -120,7 +120,7 @@ def test_a_witness_says_that_it_is_a_lower_bound(block: Any) -> None:
     witness = hs.worst_case(block[0], 3, over=hs.sets.Ball(1.0), starts=1, steps=3)
     cells = read(witness).cells
     assert f"{witness.value:.6g}" in cells[0]
-    assert any(cell.startswith("A lower bound") for cell in cells)
+    assert any(cell.startswith("The lower end holds") for cell in cells)
     assert witness.start in cells
 
 

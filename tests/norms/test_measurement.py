@@ -49,8 +49,8 @@ def test_missing_upper_bound_and_missing_convergence_are_said() -> None:
 def test_batch_reads_as_one_line_with_range() -> None:
     matrix = torch.diag_embed(torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]))
     assert str(golub_kahan(MatrixOperator(matrix))) == (
-        "‖J‖₂ of 3 maps = 2 … 6 (each ≥ lower, ≤ upper with probability 99 %, rounding modelled, upper/lower at most 1.0001; "
-        "3/3 converged, 5 products, golub-kahan float32)"
+        "‖J‖₂ of 3 maps = 2 … 6 (each ≥ lower, ≤ upper with probability 99 %, rounding modelled, "
+        "upper/lower at most 1.0001; 3/3 converged, 5 products, golub-kahan float32)"
     )
 
 

@@ -9,6 +9,7 @@ from typing import overload
 import torch
 from torch import Tensor, nn
 
+from howsmooth._util.guarantee import weakest
 from howsmooth._util.torch_globals import full_precision
 from howsmooth._util.validation import (
     check_count,
@@ -80,8 +81,9 @@ def certify(
     r"""A proof about ``f`` at an input or on a set around it.
 
     Without a label, for an attention map: :math:`\mathrm{lower} \le \|J\|_2 \le \mathrm{upper}` at the input, or the
-    upper end for every input of the set around it; deterministic, with rounding accounted for
-    (`howsmooth.certificates.point.enclosure`, `howsmooth.certificates.ball.on_ball`). With a label: the largest radius
+    upper end for every input of the set around it; the upper end is proved, rounding included, and so is the lower end
+    but for large maps (``lower_holds``; `howsmooth.certificates.point.enclosure`,
+    `howsmooth.certificates.ball.on_ball`). With a label: the largest radius
     found for which no input within it has another class (`howsmooth.certificates.classifier.robust_radius` for one
     layer read at its class token, `howsmooth.certificates.network.margins` for several).
 
@@ -166,6 +168,7 @@ def certify_tokens(attention: AttentionMap, over: Around | Box, *, per_head: boo
         per_head,
         perf_counter() - start,
         tuple(notes),
+        weakest(*(e.lower_holds for e in ends)),
     )
 
 

@@ -162,5 +162,3 @@ def parse_bytes(text: str) -> int:
 def written(value: float, rounding: str = ROUND_HALF_EVEN, digits: int = 4) -> str:
     """A number in four digits, or in ``digits``."""
     return rounded(value, rounding, digits)
-
-

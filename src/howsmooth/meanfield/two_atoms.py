@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from howsmooth._util.guarantee import Guarantee
 from howsmooth._util.validation import Positive, check_numbers, validated
 from howsmooth.errors import InvalidInput
 from howsmooth.meanfield.discrete_measure import Measure
@@ -37,6 +38,11 @@ class TwoAtom(NamedTuple):
 
     value: float
     heavy: float
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """Of the value: a formula in float64, not rounded downward."""
+        return Guarantee.MODELLED
 
 
 @validated

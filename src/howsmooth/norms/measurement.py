@@ -146,7 +146,9 @@ class Measurement:
         ratio = float(torch.where(self.upper > 0, self.upper / self.lower, torch.ones_like(self.upper)).max())
         gap = f", upper/lower at most {rounded(ratio, ROUND_CEILING)}" if self.confidence else ""
         state = f"{int(self.converged.sum())}/{count} converged"
-        return f"{symbol} of {count} maps = {low} … {high} (each {self.guarantees}{gap}; {state}, {how}){self._compared()}"
+        return (
+            f"{symbol} of {count} maps = {low} … {high} (each {self.guarantees}{gap}; {state}, {how}){self._compared()}"
+        )
 
     @property
     def guarantees(self) -> str:

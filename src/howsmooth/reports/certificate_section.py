@@ -9,6 +9,7 @@ from statistics import median
 from markupsafe import Markup
 
 from howsmooth._util.common import rounded
+from howsmooth._util.guarantee import Guarantee
 from howsmooth._util.templates import render
 from howsmooth.certificates.ball.radius_sweep import Ladder
 from howsmooth.reports.drawings import Axis, Chart
@@ -41,6 +42,9 @@ def certificates_section(ladder: Ladder, name: str, about: str) -> str:
         chart=_chart(ladder),
         rows=_rows(ladder),
         steps=ladder.steps,
+        below=ladder.lower_holds.words(),
+        found=ladder.worst_holds.words(),
+        proved=Guarantee.PROVED.words(),
     )
 
 

@@ -32,7 +32,8 @@ def tightest_upper(f: Function, n: int, over: InputSet, *, norm: float = 2, head
     if least is None:
         return None
     bound, value = least
-    return BoundRow(bound.name, float(value), "upper", norm, bound.scope, bound.reference, bound.statement, head=head)
+    facts = (norm, bound.scope, bound.reference, bound.statement)
+    return BoundRow(bound.name, float(value), "upper", *facts, head=head, guarantee=bound.guarantee(head is not None))
 
 
 def not_passed(upper: BoundRow | None, reached: float) -> BoundRow | None:

@@ -13,6 +13,8 @@ import rich.box
 import rich.table
 
 from howsmooth._util.common import rounded
+from howsmooth._util.display import printed
+from howsmooth._util.guarantee import Guarantee
 from howsmooth._util.optional_deps import need
 from howsmooth.bounds.bound_table import BoundRow
 from howsmooth.search.witness import Witness
@@ -45,8 +47,18 @@ class SandwichCell:
 
     @property
     def lower(self) -> float:
-        """L: the norm of the Jacobian at the witness."""
-        return self.witness.value
+        """L: the lower end of the norm of the Jacobian at the witness."""
+        return self.witness.lower
+
+    @property
+    def lower_holds(self) -> Guarantee:
+        """The guarantee of the lower end."""
+        return self.witness.lower_holds
+
+    @property
+    def upper_holds(self) -> Guarantee | None:
+        """The guarantee of the upper end; None when no theorem applies."""
+        return None if self.upper is None else self.upper.guarantee
 
     @property
     def start(self) -> str:
@@ -75,9 +87,11 @@ class SandwichCell:
             "norm": "inf" if math.isinf(self.witness.norm) else int(self.witness.norm),
             "head": self.witness.head,
             "lower": self.lower,
+            "lower_holds": self.lower_holds.name.lower(),
             "start": self.start,
             "stopped": self.witness.stopped,
             "upper": None if upper is None else upper["value"],
+            "upper_holds": None if upper is None else upper["guarantee"],
             "vacuous": False if upper is None else upper["vacuous"],
             "bound": None if self.upper is None else self.upper.name,
             "scope": None if self.upper is None else self.upper.scope,
@@ -134,8 +148,13 @@ class Sandwich(Sequence[SandwichCell]):
             shown.add_column(name, justify="right" if name in ("n", "ratio") else "left")
         for cell in self.cells:
             centre = "" if cell.centre is None else f"≈ {rounded(cell.centre, digits=4)}"
-            upper = "none applies" if cell.upper is None else f"{cell.upper.written} ({cell.upper.name})"
+            upper = "none applies"
+            if cell.upper is not None:
+                upper = f"{cell.upper.written}, {cell.upper.guarantee.words()} ({cell.upper.name})"
             ratio = "–" if cell.ratio is None else rounded(cell.ratio, ROUND_CEILING, 3)
-            lower = f"≥ {rounded(cell.lower, ROUND_FLOOR, 4)} ({cell.start})"
+            lower = f"≥ {rounded(cell.lower, ROUND_FLOOR, 4)}, {cell.lower_holds.words()} ({cell.start})"
             shown.add_row(str(cell.n), str(cell.over), *[centre] * near, lower, upper, ratio)
         return shown
+
+    def __repr__(self) -> str:
+        return printed(self.__rich__())

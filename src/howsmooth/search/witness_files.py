@@ -29,7 +29,7 @@ _STORY = {"value", "head", "over", "start", "seed", "steps", "seconds", "stopped
 _MEASUREMENT = {"norm", "value", "lower", "upper", "confidence", "converged", "products", "method", "dtype", "seconds"}
 _MEASUREMENT |= {"values", "residuals", "notes"}
 _HOLDS = {"lower_holds", "upper_holds"}
-"""Written since results say what stands behind their ends; where they are missing nothing is taken for proved."""
+"""The guarantees of the ends; where they are missing, rounding counts as measured."""
 _GUARANTEES = {each.name.lower(): each for each in Guarantee}
 _Witness = TypeVar("_Witness")
 

@@ -10,6 +10,7 @@ Proof: docs/theory/certificates-ball.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -59,10 +60,9 @@ def enclose_block_around(at: HeadsAt, moves: Tensor) -> Enclosure:
         together = (block.upper + _block_change(balls, changes, at)) * (1 + gamma(2))
     apart = norm_of_head_sum(at.map, [head.upper for head in heads])
     if together <= apart:
-        return Enclosure(block.lower, together, "from the input")
-    return Enclosure(
-        block.lower, max(apart, block.upper), "sum of heads: " + ", ".join(sorted({h.method for h in heads}))
-    )
+        return replace(block, upper=together, method="from the input")
+    method = "sum of heads: " + ", ".join(sorted({head.method for head in heads}))
+    return replace(block, upper=max(apart, block.upper), method=method)
 
 
 def _minimum(balls: Sequence[HeadBall], changes: Tensor, at: HeadsAt, here: Tensor) -> tuple[Tensor, list[str]]:
@@ -80,7 +80,7 @@ def _minimum(balls: Sequence[HeadBall], changes: Tensor, at: HeadsAt, here: Tens
 def _enclosures(here: Sequence[Enclosure], uppers: Tensor, methods: list[str]) -> list[Enclosure]:
     """The ends on the ball; the lower ends are those at the input."""
     ends = zip(here, uppers.tolist(), methods, strict=True)
-    return [Enclosure(head.lower, max(upper, head.upper), method) for head, upper, method in ends]
+    return [replace(head, upper=max(upper, head.upper), method=method) for head, upper, method in ends]
 
 
 def _uppers(here: Sequence[Enclosure]) -> Tensor:

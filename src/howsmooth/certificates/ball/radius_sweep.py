@@ -1,7 +1,8 @@
 """Measured ≤ worst found ≤ certified: the heads of a map against the radius of a ball around an input.
 
-‖J(x)‖ ≤ sup ‖J‖ over the ball is at least the proved lower end at the input and the maximum that a search finds in the
-ball, and at most the certificate. Balls grow with the radius, so a value found in one counts in all larger ones.
+sup ‖J‖ over the ball is at least the lower end at the input and the maximum that a search finds in the ball, and at
+most the certificate. What a search finds is measured: its rounding is modelled, while the other ends are proved. Balls
+grow with the radius, so a value found in one counts in all larger ones.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from howsmooth._util.guarantee import Guarantee, weakest
 from howsmooth.attention import AttentionMap
 from howsmooth.certificates.ball.on_ball import enclose_heads_around, move_radii
 from howsmooth.certificates.point.enclosure import enclose_heads
@@ -28,8 +30,9 @@ class Ladder:
 
     Attributes:
         radii: of the balls, growing. norm: the mean length of a token. steps: of each search.
-        measured: proved lower end at the input, per head.
-        worst: the largest value found in each ball, ``[radius][head]``. certified: the proved upper end, likewise.
+        measured: lower end at the input, per head.
+        worst: the largest lower end found in each ball, ``[radius][head]``. certified: the proved upper end, likewise.
+        lower_holds: the guarantee of ``measured``. worst_holds: that of ``worst``.
     """
 
     radii: tuple[float, ...]
@@ -38,6 +41,8 @@ class Ladder:
     measured: list[float]
     worst: list[list[float]]
     certified: list[list[float]]
+    lower_holds: Guarantee = Guarantee.PROVED
+    worst_holds: Guarantee = Guarantee.MODELLED
 
     @property
     def ratios(self) -> list[list[float]]:
@@ -79,9 +84,11 @@ def ladder(
         found = [_worst_found(attention, x, radius, head, steps) for head in range(attention.heads)]
         worst.append([max(pair) for pair in zip(worst[-1], found, strict=True)])
     norm = float(x.norm(dim=-1).mean())
-    return Ladder(tuple(radii), norm, steps, worst[0], worst[1:], certified)
+    return Ladder(
+        tuple(radii), norm, steps, worst[0], worst[1:], certified, weakest(*(head.lower_holds for head in here))
+    )
 
 
 def _worst_found(attention: AttentionMap, x: Tensor, radius: float, head: int, steps: int) -> float:
     over = Around(x, radius)
-    return worst_case(attention, over=over, start=x, head=head, starts=1, steps=steps, constructions=False).value
+    return worst_case(attention, over=over, start=x, head=head, starts=1, steps=steps, constructions=False).lower
