@@ -58,7 +58,7 @@ def compare(
 ) -> None:
     """Show the changes from the first to the last, map by map, and by how much at least.
 
-    Noise is not called change: a factor counts only as far as the ends of both values prove it. More than two are a
+    Noise is not called change: a factor counts only as far as the ends of both values show it. More than two are a
     series, such as the checkpoints of a training run in their order; a folder of checkpoint-100, checkpoint-200, …
     stands for all of them.
 

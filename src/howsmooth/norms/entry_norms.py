@@ -54,7 +54,7 @@ def one_norm(
 
     Exact (up to rounding) when all entries cost at most ``exact_limit`` products (min(in_size, out_size) in general,
     less for attention): with columns each sum is read off, with rows all sums grow together. Beyond that, ``value`` is
-    the block estimate of Higham & Tisseur [1] as found in scipy. It is the sum of a column of J, so always a lower
+    the block estimate of Higham & Tisseur [1] as found in scipy. It is the sum of a column of J, so a lower
     bound. The upper bound is
 
         ‖J‖₁ = max_j ‖J e_j‖₁ ≤ √out_size · max_j ‖J e_j‖₂ ≤ √out_size · ‖J‖₂,

@@ -18,7 +18,7 @@ singular values share the norm. Solving (s/2r)(x − 1 − ln x) = ln(2/δ'), x 
 
 S is the upper bound of `golub_kahan` and holds except with probability δ/2; δ' = δ/2 goes to the two tails; so the
 interval holds with probability at least 1 − δ. Two ends need no further chance: σ₁ ≤ ‖J‖_F ≤ √min(in_size, out_size)·S.
-The ``lower`` of a `Measurement` is always true, so it is σ₁'s own; the lower end of the interval goes into the notes.
+The ``lower`` of a `Measurement` leaves nothing to chance: it is σ₁'s own, and that of the interval goes into the notes.
 
 Reference: F. Roosta-Khorasani, U. Ascher, "Improved bounds on sample size for implicit matrix trace estimators",
 Found. Comput. Math. 15 (2015) 1187–1212, for the case r = 1.

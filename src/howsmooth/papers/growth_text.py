@@ -22,7 +22,7 @@ def cells(options: ExperimentOptions) -> list[Record]:
 
 
 def run(options: ExperimentOptions, cell: Record) -> list[Record]:
-    """σ_max of the whole attention block (output projection in, residual and normalisation out), certified to 10⁻³."""
+    """σ_max of the whole attention block (output projection in, residual and normalisation out), ends 10⁻³ apart."""
     model = experiment_model(cell["model"])
     layers = sorted({min(layer, model.model.config.num_hidden_layers - 1) for layer in cell["layers"]})
     rows: list[Record] = []

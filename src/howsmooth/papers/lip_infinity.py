@@ -39,7 +39,7 @@ def run(options: ExperimentOptions, cell: Record) -> list[Record]:
 
 
 def draw(rows: Rows) -> Figure:
-    """Searches between the proved ends."""
+    """Searches between the theorems."""
     (ax,) = panels(["Lip_∞ of L2 attention, D = H = 1"], "number of tokens N", "largest ‖J‖_∞ found", log="x")
     measured = {"construction": "search from the construction (measured)"}
     measured["random"] = "search from random starts (measured)"

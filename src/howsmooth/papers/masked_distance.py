@@ -20,7 +20,7 @@ def cells(options: ExperimentOptions) -> list[Record]:
 
 
 def run(options: ExperimentOptions, cell: Record) -> list[Record]:
-    """Ratio of distances after and before causal attention, in d₂, over the proved bound."""
+    """Ratio of distances after and before causal attention, in d₂, over the bound."""
     generator = torch.Generator().manual_seed(cell["seed"])
     rows = []
     for pair in range(cell["pairs"]):
@@ -49,7 +49,7 @@ def _drawn(generator: torch.Generator, width: int, radius: float) -> Measure:
 
 def draw(rows: Rows) -> Figure:
     """Distance after against distance before, and the ratio over the bound."""
-    (ax,) = panels(["Pairs of masked measures"], "d₂ before attention", "d₂ after ÷ (proved bound × before)", log="y")
+    (ax,) = panels(["Pairs of masked measures"], "d₂ before attention", "d₂ after ÷ (bound × before)", log="y")
     ax.scatter(
         rows["before"], rows["after"] / rows["before"] / rows["bound"], s=10, color="#0072B2", label="pairs (measured)"
     )
@@ -63,7 +63,7 @@ def judge(rows: Rows) -> Finding:
     return Finding.of(
         bool((share <= 1 + 1e-9).all()),
         f"{len(rows)} pairs: d₂ grows by at most {(rows['after'] / rows['before']).max():.3g}, at most "
-        f"{share.max():.1%} of the proved constant; none is above.",
+        f"{share.max():.1%} of the theorem's constant; none is above.",
     )
 
 

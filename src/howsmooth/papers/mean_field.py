@@ -35,7 +35,7 @@ def cells(options: ExperimentOptions) -> list[Record]:
 
 
 def run(options: ExperimentOptions, cell: Record) -> list[Record]:
-    """The worst sequence of n tokens, or the worst measure with up to two atoms, between the proved ends."""
+    """The worst sequence of n tokens, or the worst measure with up to two atoms, between the theorems."""
     mask, radius = cell["mask"], cell["R"]
     head = hs.SelfAttention.from_bilinear(-ONE, ONE, mask=None if mask == "no mask" else mask)
     if cell["n"] is None:
@@ -80,7 +80,7 @@ def judge(rows: Rows) -> Finding:
     return Finding.of(
         inside and max(level) < 1.25 and 0.8 < rate < 1.6,
         f"{'; '.join(parts)} (the last step in n adds {max(level) - 1:.1%} at most). Between the two largest radii "
-        f"ln(constant) grows by {rate:.2f} per unit of R² (γ = 1 at width 1). The proved upper bound is "
+        f"ln(constant) grows by {rate:.2f} per unit of R² (γ = 1 at width 1). The upper bound is "
         f"{(rows['upper'] / rows['value']).min():.2f} to {(rows['upper'] / rows['value']).max():.3g} times the value.",
     )
 

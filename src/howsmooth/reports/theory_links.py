@@ -19,7 +19,7 @@ class Page:
 THEORY = {
     "glossary": Page("Glossary", "every word of this page in one paragraph"),
     "measuring": Page("Measuring", "what σ is, and what its lower and upper ends promise"),
-    "theory/three-path": Page("The three-path bound", "the proved bound at one input, called three-path here"),
+    "theory/three-path": Page("The three-path bound", "the upper bound at one input, called three-path here"),
     "theory/dot-product": Page("Dot-product attention", "growth like √n on bounded sets, and lower bounds"),
     "theory/mean-field": Page("Mean field", "measures instead of sequences: bounds that do not grow with n"),
     "theory/l2-attention": Page("L2 attention", "the attention that is Lipschitz everywhere"),

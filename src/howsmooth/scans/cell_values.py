@@ -1,4 +1,4 @@
-"""The values of a cell: the measured norm with its ends, proved bounds, and the paths that explain it."""
+"""The values of a cell: the measured norm with its ends, upper bounds, and the paths that explain it."""
 
 from __future__ import annotations
 

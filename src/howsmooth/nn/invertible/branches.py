@@ -43,7 +43,7 @@ class Branch(nn.Module, ABC):
 
     @abstractmethod
     def lipschitz_bound(self, n: int, norm: float = 2) -> Tensor | float:
-        """Return a proved upper bound for n tokens, in the norm 2 or inf of the flat sequence; or `DoesNotApply`."""
+        """Return an upper bound for n tokens, in the norm 2 or inf of the flat sequence; or `DoesNotApply`."""
 
     def reach_at(self, n: int) -> BranchReach:
         """Return the reach on sequences of n tokens."""
@@ -220,7 +220,7 @@ def as_branch(f: nn.Module, mask: Mask = None, *, trust: bool = False) -> Branch
     if callable(getattr(f, "lipschitz_bound", None)) or (trust and isinstance(f, nn.Module)):
         return _CustomBranch(f)
     raise InvalidInput(
-        f"{type(f).__name__} has no certificate: a branch needs lipschitz_bound(n), a proved bound on its Lipschitz "
+        f"{type(f).__name__} has no known constant: a branch needs lipschitz_bound(n), an upper bound on its Lipschitz "
         "constant, like that of ContractiveL2Attention and ContractiveMLP."
     )
 

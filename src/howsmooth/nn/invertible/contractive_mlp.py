@@ -50,7 +50,7 @@ class ContractiveMLP(Branch):
     """c · W_k a(… a(W_1x + b_1) …) + b_k on every token, with a Lipschitz constant of at most c.
 
     **In training** with norm 2 spectral norms are lower estimates from a warm-started iteration: the constant may
-    exceed c slightly. **At evaluation** they are exact. `lipschitz_bound` is a proof in either
+    exceed c slightly. **At evaluation** they are exact. `lipschitz_bound` is an upper bound in either
     mode. In the ∞-norm the norms (largest absolute row sums) are always exact.
 
     Args:
