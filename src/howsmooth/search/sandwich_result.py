@@ -86,6 +86,7 @@ class SandwichCell:
             "over": self.over.describe(),
             "norm": "inf" if math.isinf(self.witness.norm) else int(self.witness.norm),
             "head": self.witness.head,
+            "value": self.witness.value,
             "lower": self.lower,
             "lower_holds": self.lower_holds.name.lower(),
             "start": self.start,
