@@ -108,7 +108,7 @@ def sandwich(
                     executor=workers,
                 )
                 centre = None if region.x is None else float(norm_at(alone, region.x, norm))
-                cells.append(SandwichCell(n, region, witness, not_passed(upper, witness.value), centre, file))
+                cells.append(SandwichCell(n, region, witness, not_passed(upper, witness.lower), centre, file))
                 if witness.stopped == "interrupted":
                     raise KeyboardInterrupt
     except KeyboardInterrupt:
