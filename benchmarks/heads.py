@@ -17,7 +17,7 @@ through torch.func (at most 300 iterations and 120 s; ">" marks that it did not 
 calls or on `linearize` + one `vjp` closure, whose tracing is shown but not counted. ARPACK is
 `scipy.sparse.linalg.svds(k=1)` on the latter; it works on 20 Lanczos vectors at least.
 
-First each by its own rule: ours until the value is certified to 1e-3 and the residual ‖Jᵀu − σv‖ is below 1e-3·σ, power
+First each by its own rule: ours until the ends are 1e-3 apart and the residual ‖Jᵀu − σv‖ is below 1e-3·σ, power
 iteration until the same residual is. Then at equal error: an oracle that knows the answer stops both on each head
 once it is within 1e-3. That leaves out what makes a number trustworthy, and is kindest to power iteration."""
 

@@ -10,7 +10,7 @@ import torch
 from benchmarks.report import Section, Table, Target
 from benchmarks.worker import in_process
 
-TEXT = """`hs.measure` with its defaults (to 1e-3, bounds certified with probability 99 %) on one head of width 64
+TEXT = """`hs.measure` with its defaults (to 1e-3, the upper end with probability 99 %) on one head of width 64
 in float32, in a process of its own; the memory is the peak of the whole process."""
 
 

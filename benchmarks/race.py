@@ -1,6 +1,6 @@
 """The way to the number: howsmooth, power iteration and ARPACK until ‖J‖ is known to 1e-3, twice.
 
-First each by its own rule, as it would be used: ours until its certificate and its residual say 1e-3, power iteration
+First each by its own rule, as it would be used: ours until its ends and its residual say 1e-3, power iteration
 until its residual says 1e-3, ARPACK until ARPACK is content. Then at equal error: an oracle that knows the answer stops
 ours and power iteration on every map as soon as it is within 1e-3. `linearize` may trace before the clock starts.
 """

@@ -17,7 +17,7 @@ from howsmooth.scans import scan
 
 TEXT = """All 72 heads of all-MiniLM-L6-v2 on one window of Alice in Wonderland, in float32; the model is open before
 the clock starts. `hs.scan` cuts the text, runs the model, checks every attention block against the model's own output,
-measures every head to a certified 1e-3 and keeps the rows. As it comes it also has paths, sinks, entropies and the
+measures every head to ends 1e-3 apart and keeps the rows. As it comes it also has paths, sinks, entropies and the
 cheap bounds; the bare one (`explain=False, bounds="none"`) has values with their ends, still more than its peer.
 
 The peer takes the inputs of the layers as given and runs power iteration head by head through fresh `torch.func.jvp`

@@ -8,7 +8,6 @@ from rich.console import Console
 
 from evidence import (
     bound_ascents,
-    certificate,
     certificates,
     certified_balls,
     certified_networks,
@@ -25,6 +24,7 @@ from evidence import (
     fuzz_commands,
     inversion,
     jacobian_grid,
+    known_spectra,
     l2_open_question,
     large_models,
     large_stores,
@@ -61,7 +61,7 @@ PAGES = {
     "jacobian": jacobian_grid,
     "offsets": offsets,
     "uninitialised-memory": uninitialised_memory,
-    "certificate": certificate,
+    "known-spectra": known_spectra,
     "certificates": certificates,
     "certified-balls": certified_balls,
     "changed-proofs": mutations,

@@ -1,4 +1,4 @@
-"""Inverting x + f(x) by its fixed point: plain c·F as in Kim et al. 2021, and the certified contractive layer."""
+"""Inverting x + f(x) by its fixed point: plain c·F as in Kim et al. 2021, and the contractive layer."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def first_below(errors: list[float], target: float = TARGET) -> int | str:
 
 
 def cases(batch: int = 128, n: int = 64, width: int = 64, heads: int = 8, steps: int = 60) -> Iterator[Case]:
-    """Plain c·F, trusted to contract by c, and contractive layers, certified; Glorot weights and trained ones."""
+    """Plain c·F, trusted to contract by c, and contractive layers, by theorem; Glorot weights and trained ones."""
     x = tokens(batch, n, width)
     for steps_taken in (0, steps):
         state = "trained" if steps_taken else "Glorot"
@@ -178,12 +178,12 @@ class Steep:
 
     @torch.no_grad()
     def ratios(self) -> tuple[float, float, float]:
-        """Errors over certified bounds, of two inverses with tokens in another order and of the truth; the bound."""
+        """Errors over bounds by theorem, of two inverses with tokens in another order and of the truth; the bound."""
         block = self.block()
         y, order = block(self.x), torch.arange(len(self.x)).roll(1)
         one, other = block.inverse(y), block.inverse(y[order])
-        assert one.certified
-        assert other.certified
+        assert one.by_theorem
+        assert other.by_theorem
         apart = float((one.x[order] - other.x).norm()) / float(one.error_bound + other.error_bound)
         with mpmath.workdps(60):
             wrong = [mpmath.mpf(float(a)) - b for a, b in zip(one.x, self.truth(y), strict=True)]
@@ -219,7 +219,7 @@ def parts(progress: Callable[[str], None] = lambda text: None, batch: int = 128)
         sigma = float(hs.measure(case.block.branch, case.x[0]).value)
         plain, fast = case.found(False), case.found(True)
         slow_errors, fast_errors = case.errors(False), case.errors(True, 20)
-        broken += case.block.contraction(case.x.shape[1]).certified and not (case.within(plain) and case.within(fast))
+        broken += case.block.contraction(case.x.shape[1]).by_theorem and not (case.within(plain) and case.within(fast))
         bound = float(case.block.branch.lipschitz_bound(case.x.shape[1]))
         rows.append(
             [
@@ -255,21 +255,21 @@ def parts(progress: Callable[[str], None] = lambda text: None, batch: int = 128)
         )
     return [
         f"N = D = 64, H = 8, batch {batch}, float64, one token at 0 and the others uniform in [−10, 10]. `c·F` is "
-        "plain L2 attention times c: nothing certifies that it contracts by c (its Lipschitz bound is in the third "
-        "column), so it is inverted on trust and its error bound is conditional. The contractive layer is certified. "
+        "plain L2 attention times c: no theorem says that it contracts by c (its Lipschitz bound is in the third "
+        "column), so it is inverted on trust and its error bound is conditional. The contractive layer has a theorem. "
         "`σ at x` is the measured local constant of the branch at one item. Then: largest error of an entry after 25 "
         f"plain evaluations of f; evaluations until no entry is wrong by more than {TARGET:g}, plain and with Anderson "
         "acceleration; evaluations until the error bound itself is below 1e-12 (relative), plain and accelerated; the "
         "largest error of an entry and the largest bound (Frobenius norm of an item) then. "
-        f"Certified error bounds below the true error: {broken}.",
+        f"Error bounds by theorem below the true error: {broken}.",
         table(head, rows),
         "Dot-product attention times c in place of L2, error after 25 plain steps: "
         + ", ".join(f"{dot_product_error(c):.2g} at c = {c}" for c in COEFFICIENTS)
         + ". It is refused, and so are:",
         table(["branch", "reason"], refusals()),
         "Large weights: two to five tokens of one feature in two clusters at ±1, spread about 1/w, where the logits "
-        "round by ε·w². Certified inverses of the same tokens in another order, and the inverse in 60 digits, against "
-        "the certified bounds:",
+        "round by ε·w². Inverses by theorem of the same tokens in another order, and the inverse in 60 digits, against "
+        "the bounds by theorem:",
         table(
             [
                 "dtype",

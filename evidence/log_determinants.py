@@ -126,7 +126,7 @@ def parts(progress: Callable[[str], None] = lambda text: None, count: int = 100)
             inside = coverage(case, samples, trials)
             hard.append([case, f"`{HARD[case][-1]}`", samples, *(f"{100 * k / trials:.1f} %" for k in inside.values())])
     return [
-        f"{count} residual blocks for every row: contractive L2 attention (certified in the 2-norm or the ∞-norm), "
+        f"{count} residual blocks for every row: contractive L2 attention (by theorem in the 2-norm or the ∞-norm), "
         "alone or between contractive networks, 1 or 2 heads, widths to 6, 2 to 8 tokens, c = 0.5, 0.7, 0.9, float64. "
         "Truth: `slogdet` of the dense Jacobian by `torch.func`. "
         f"Estimates take {SAMPLES} random vectors; an error bar includes the proved bound on the cut, and at most "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from evidence import answer_terms, ball_terms, certificate_terms, curved_terms, network_terms, pooled_terms
+from evidence import answer_terms, ball_terms, curved_terms, lanczos_terms, network_terms, pooled_terms
 from evidence.ball_terms import BLOCK, CASES, HEAD, PERTURBATION
 from evidence.changes import Mutant, mutants
 from evidence.juries import OUTCOMES, SMALL, Example, Jury, Verdict
@@ -25,7 +25,7 @@ JUDGED: dict[str, Callable[[], list[Example]]] = {
     "certificates.classifier.cls_token": pooled_terms.pools,
     "certificates.classifier.relu_relaxation": pooled_terms.boxes,
     "rounding.output_error": answer_terms.examples,
-    "norms.lanczos_bound": certificate_terms.examples,
+    "norms.lanczos_bound": lanczos_terms.examples,
 }
 """The modules that are changed, and the examples that are compared."""
 CHOICES = {

@@ -126,7 +126,7 @@ def parts(progress: Callable[[str], None], share: float = 1.0) -> list[str]:
     progress("residual blocks")
     blocks = residual_blocks(max(1, int(100 * share)))
     return [
-        "The norm of a map close to a multiple of the identity is the hardest to certify: the largest singular value "
+        "The norm of a map close to a multiple of the identity is the hardest to bound: the largest singular value "
         "shows in the products only through the start's component on its vector, about N^(−½), times δ, and rounding "
         "can hide that. Cells: how often the 99 % upper end was below the truth, of how many random starts (and what a "
         "promise kept exactly exceeds once in a thousand times), then the largest relative distance of the upper end "

@@ -48,7 +48,7 @@ class Point:
             head.
         poles: σ at `howsmooth.search.search_question.two_poles`.
         search: what the search reaches, which has all of these among its starts; start: the one that led there.
-        upper: the smallest proved upper bound.
+        upper: the smallest upper bound by a theorem.
     """
 
     n: int
@@ -201,7 +201,7 @@ def counts(found: Sequence[HeadCase]) -> list[str]:
     return [
         f"Of {len(points)} searches {below} end below the theorem's construction. On {above} of {len(found)} heads and "
         f"radii they exceed it at every length; at n = {SHOWN} by a factor of {median(gains):.4g} in the median, at "
-        f"least {min(gains):.4g} and at most {max(gains):.4g}. The tightest proved upper bound is {min(ratios):.3g} to "
+        f"least {min(gains):.4g} and at most {max(gains):.4g}. The tightest upper bound is {min(ratios):.3g} to "
         f"{max(ratios):.3g} times the value reached, {median(ratios):.3g} times in the median. Two poles reach about "
         f"‖V‖a√((n − 2)/2) of its ‖V‖(a + (1 + a)√n), which is 1 : "
         f"{2**0.5 * (1 + SHOWN**0.5) / (SHOWN - 2) ** 0.5:.3g} where a is large.",

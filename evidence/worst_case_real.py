@@ -137,7 +137,7 @@ def parts(progress: Callable[[str], None] = lambda text: None) -> list[str]:
         f"story of Alice in Wonderland. In the neighbourhood every token moves by at most ε = "
         f"{' and '.join(f'{100 * share:g} %' for share in SHARES)} of the mean norm of the tokens that the attention "
         f"sees. *Random*: the largest σ of {DRAWN} inputs with every token moved by ε in a random direction. *Worst*: "
-        f"what the search reaches, and how many times the value at the text. *Bound*: the smallest proved upper bound "
+        f"what the search reaches, and how many times the value at the text. *Bound*: the smallest upper bound "
         f"on the whole neighbourhood, here always `howsmooth.three_path_ball`."
     ]
     for name, layers in LAYERS.items():

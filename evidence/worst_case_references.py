@@ -34,7 +34,7 @@ class Known:
         share: of the target that the search must reach.
         search: with the theorems' inputs among the starts; None where there are none.
         alone: from random starts.
-        upper: a proved upper bound.
+        upper: an upper bound by a theorem.
     """
 
     line: str
@@ -130,7 +130,7 @@ def row(case: Known) -> list[str]:
     target, alone = case.target(), case.alone()
     best = alone if case.search is None else case.search()
     if max(best, alone) > case.upper * (1 + 1e-9):
-        raise AssertionError(f"{case.line}: {max(best, alone)} is above the proved bound {case.upper}")
+        raise AssertionError(f"{case.line}: {max(best, alone)} is above the upper bound {case.upper}")
     shown = [f"{value:.5g} ({100 * value / target:.2f} %)" for value in (best, alone)]
     wanted = f"{100 * case.share:g} % of {target:.5g}"
     met = "yes" if best >= case.share * target else "NO"
@@ -148,6 +148,6 @@ def parts(progress: Callable[[str], None] = lambda text: None) -> list[str]:
         "Values that are known from elsewhere: for A = −I from long ascents, rounded down; for L2 attention from "
         "L-BFGS on the row of one token in closed form; for measures from differential evolution on the closed form of "
         f"two atoms. Beside them what `hs.worst_case` and `worst_measure` reach, with the theorems' inputs among the "
-        f"starts and from random starts alone, and the proved upper bound. Targets missed: {missed} of {len(rows)}.",
+        f"starts and from random starts alone, and the upper bound. Targets missed: {missed} of {len(rows)}.",
         table(["worst case", "wanted", "reached", "from random starts alone", "upper bound", "met"], rows),
     ]

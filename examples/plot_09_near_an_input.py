@@ -20,7 +20,7 @@ reached = [hs.worst_case(attention, over=hs.sets.Around(x, eps), starts=1, steps
            for eps in distances[1:]]  # fmt: skip
 
 figure, (ax,) = new_figure()
-ax.plot(distances, promised, "-o", color="#31688e", label="proved: no input this near is rougher")
+ax.plot(distances, promised, "-o", color="#31688e", label="theorem: no input this near is rougher")
 ax.plot(distances[1:], reached, "--s", color="crimson", label="reached by a search")
 ax.axhline(float(hs.measure(attention, x)), color="0.6", linewidth=1, label="at the input itself")
 ax.set(xlabel="ε: how far every token may move", ylabel="local Lipschitz constant", title="Near an input", yscale="log")

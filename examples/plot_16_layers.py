@@ -2,7 +2,7 @@
 Layers with a promise
 =====================
 
-The proved Lipschitz bound of layers to train with, against the number of tokens. The contractive layer is divided
+The Lipschitz bound of layers to train with, against the number of tokens. The contractive layer is divided
 by its own bound, so it has none that grows.
 """
 
@@ -22,5 +22,5 @@ for kind, marker in [
     _ = torch.manual_seed(0)
     layer = kind(64, 4).eval()
     ax.loglog(lengths, [float(layer.lipschitz_bound(n)) for n in lengths], marker=marker, label=kind.__name__)
-ax.set(xlabel="number of tokens n", ylabel="proved Lipschitz bound, all inputs", title="Width 64, 4 heads")
+ax.set(xlabel="number of tokens n", ylabel="Lipschitz bound, all inputs", title="Width 64, 4 heads")
 _ = ax.legend(frameon=False)

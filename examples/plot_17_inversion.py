@@ -3,7 +3,7 @@ Undoing attention
 =================
 
 :math:`y = x + f(x)` can be undone when f is a contraction: iterate :math:`x \\leftarrow y - f(x)`. Each step
-shrinks the error by the constant c, at least; the certificate of the inverse is a bound on what is left.
+shrinks the error by the constant c, at least; with the inverse comes a bound on what is left.
 """
 
 import torch

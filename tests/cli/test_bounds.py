@@ -217,7 +217,7 @@ def test_the_text_knows_what_unit_rms_tokens_of_its_figure_reach(tmp_path: Path)
     reached = max(row["value"] for row in rows if row["kind"] == "lower" and row["scope"] == "ball")
     assert [row["value"] for row in rows if row["name"] == "random tokens"] == [reached]
     assert found["tables"][-1]["best_lower"] == reached > 1.5 * answer(*options)["tables"][-1]["best_lower"]
-    assert "(random tokens)" in found["headline"]
+    assert "(random tokens; rounding modelled)" in found["headline"]
 
 
 @pytest.mark.slow

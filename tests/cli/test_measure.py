@@ -150,9 +150,8 @@ def test_the_table_says_what_every_number_is() -> None:
         assert part in out
     for part in (
         "≥",
-        "always",
         "≤",
-        "with 99 %",
+        "with probability 99 %, rounding modelled",
         "value path, score path (estimates)",
         "value share",
         "sink",

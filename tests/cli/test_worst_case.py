@@ -98,7 +98,7 @@ def test_json_equals_the_library_and_the_dense_jacobian_at_the_kept_witness() ->
         own = {"seconds": 0, "file": None}
         assert mine | own == theirs | own
         witness = Witness.load(mine["file"])
-        assert mine["lower"] == witness.value == pytest.approx(dense_norm(attention, witness.x), rel=1e-3)
+        assert mine["value"] == witness.value == pytest.approx(dense_norm(attention, witness.x), rel=1e-3)
         assert mine["upper"] >= mine["lower"]
     assert imread(found["figure"]).std() > 0.05
 
@@ -178,7 +178,7 @@ def test_a_model_is_searched_after_its_normalisation_and_near_a_text(tmp_path: P
     ]
     assert near["centre"] < near["lower"] < near["upper"]
     again = answer("measure", "minilm", "--witness", near["file"])
-    assert again["witness"]["value"] == near["lower"]
+    assert again["witness"]["value"] == near["value"]
     assert again["heads"]["value"][3] == pytest.approx(near["lower"], rel=1e-3)
 
 
@@ -189,7 +189,7 @@ def test_a_model_is_searched_after_its_normalisation_and_near_a_text(tmp_path: P
 def test_a_witness_gives_the_same_number_again(options: tuple[object, ...]) -> None:
     (cell,) = search("random", *SMALL, "--causal", "--length", 4, "--over", "ball:1.5", "--seed", 3, *options)["cells"]
     again = answer("measure", "--witness", cell["file"])
-    assert again["witness"]["value"] == again["witness"]["stored"] == cell["lower"]
+    assert again["witness"]["value"] == again["witness"]["stored"] == cell["value"]
     found = again["heads"]["value"][cell["head"]] if cell["head"] is not None else again["block"]["value"]
     assert found == pytest.approx(cell["lower"], rel=1e-3)
     assert again["setting"]["n"] == 4
@@ -202,7 +202,7 @@ def test_a_witness_is_replayed_on_the_map_that_is_named(layer: Path) -> None:
     here = (layer, "--heads", 2)
     (cell,) = search(*here, "--length", 3, "--over", "ball:1")["cells"]
     moved = layer.rename(layer.with_name("moved.safetensors"))
-    assert answer("measure", moved, "--heads", 2, "--witness", cell["file"])["witness"]["value"] == cell["lower"]
+    assert answer("measure", moved, "--heads", 2, "--witness", cell["file"])["witness"]["value"] == cell["value"]
     assert "no file" in refusal("measure", layer, "--witness", cell["file"])
     assert "other weights, masks or positions" in refusal("measure", moved, "--heads", 3, "--witness", cell["file"])
     assert "other weights" in refusal("measure", moved, "--heads", 2, "--causal", "--witness", cell["file"])
@@ -318,7 +318,7 @@ def test_the_map_of_a_witness_is_named_on_the_command_line(layer: Path) -> None:
     said = refusal("measure", "--witness", cell["file"])
     assert f"howsmooth measure {layer} --witness" in said.replace("\n", "")
     again = answer("measure", layer, "--witness", cell["file"])  # --heads and --causal are those of the file
-    assert again["witness"]["value"] == cell["lower"]
+    assert again["witness"]["value"] == cell["value"]
     moved = layer.rename(layer.with_name("moved.safetensors"))
     words = run("measure", moved, "--heads", 2, "--causal", "--witness", cell["file"]).stdout
     assert f"the file names {layer}, of the same weights" in words.replace("\n", "")

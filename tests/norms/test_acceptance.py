@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from evidence.certificate import SETTINGS, count, operators
+from evidence.known_spectra import SETTINGS, count, operators
 from evidence.spectra import Family
 
 

@@ -214,7 +214,7 @@ def test_operator_with_invalid_entries_is_named(bad: float) -> None:
         golub_kahan(MatrixOperator(matrix))
 
 
-def test_warm_start_saves_products_and_gives_no_certificate() -> None:
+def test_warm_start_saves_products_and_gives_no_upper_end() -> None:
     matrix = gaussian(100, 100)
     cold = golub_kahan(MatrixOperator(matrix), rtol=1e-3)
     assert cold.right is not None
@@ -363,7 +363,7 @@ def test_a_blurred_map_takes_its_value_from_the_products_made() -> None:
 
 @pytest.mark.parametrize(("share", "reached"), [(2.8e-4, True), (3.2e-4, True), (6e-4, False)])
 def test_noise_below_a_third_of_rtol_leaves_it_within_reach(share: float, reached: bool) -> None:
-    """Both ends move by it, and the certificate stays above the value by as much; beyond, a note says so."""
+    """Both ends move by it, and the upper end stays above the value by as much; beyond, a note says so."""
     matrix = torch.diag(torch.linspace(0, 1, 400, dtype=torch.float64) ** 2)
     op = MatrixOperator(matrix, Accuracy(product=share, alignment=1e-3))
     m = golub_kahan(op)
@@ -373,7 +373,7 @@ def test_noise_below_a_third_of_rtol_leaves_it_within_reach(share: float, reache
 
 
 def test_an_upper_end_small_enough_may_come_between_two_products_but_not_before_the_first_step() -> None:
-    """Half of a first step knows nothing: the start is not in the span that its certificate speaks of."""
+    """Half of a first step knows nothing: the start is not in the span that its bound speaks of."""
     matrix = with_spectrum(0.8 ** torch.arange(40).double(), 50, 60, 60, torch.Generator().manual_seed(0))
     sigma, counts = torch.linalg.svdvals(matrix)[:, 0], set()
     for each, truth in zip(matrix, sigma, strict=True):

@@ -10,8 +10,8 @@ import pytest
 import torch
 from scipy.stats import beta as beta_distribution
 
-from evidence.certificate_terms import examples, halfway_with_errors
 from evidence.juries import ROUNDING
+from evidence.lanczos_terms import examples, halfway_with_errors
 from evidence.spectra import families, orthogonal, with_spectrum
 from howsmooth._util.common import random_stream
 from howsmooth.errors import InvalidInput

@@ -352,7 +352,7 @@ def test_other_norms_say_when_rounding_limits_them() -> None:
 
 @pytest.mark.parametrize("null", [5, 50])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_null_space_does_not_cost_the_certificate(null: int, dtype: torch.dtype) -> None:
+def test_a_null_space_does_not_cost_the_upper_end(null: int, dtype: torch.dtype) -> None:
     """Small singular values of B take the orthogonality of the left vectors, and rounding then seems to hide things."""
     values = torch.cat([torch.linspace(1.357, 1.2, 20), torch.linspace(1.05, 0.95, 980 - null), torch.zeros(null)])
     matrix = with_spectrum(values.double(), 4, 1000, 1000, torch.Generator().manual_seed(0)).to(dtype)

@@ -142,12 +142,10 @@ def test_bounds_that_overflow_are_left_out() -> None:
 
 def test_ends_are_rounded_outwards_and_say_how_sure_they_are() -> None:
     row = {"lower": 1.234567, "upper": 1.234561, "confidence": 0.99}
-    assert ends(row) == "≥ 1.2345 always, ≤ 1.2346 with 99 %"
-    assert ends(row | {"confidence": 1.0}).endswith("≤ 1.2346 always")
-    assert (
-        ends(row | {"what": "layer"}) == "≥ 1.2345 up to measured rounding, ≤ 1.2346 with 99 %, up to measured rounding"
-    )
-    assert ends(row | {"upper": None}) == ends(row | {"upper": math.inf}) == "≥ 1.2345 always"
+    assert ends(row) == "≥ 1.2345, ≤ 1.2346 with probability 99 %, rounding modelled"
+    assert ends(row | {"confidence": 1.0}) == "≥ 1.2345, ≤ 1.2346, rounding modelled"
+    assert ends(row | {"what": "layer"}) == "≥ 1.2345, ≤ 1.2346 with probability 99 %, rounding measured"
+    assert ends(row | {"upper": None}) == ends(row | {"upper": math.inf}) == "≥ 1.2345, rounding modelled"
 
 
 def test_methods_list_every_setting(scan: Measured, group: Group) -> None:

@@ -135,10 +135,10 @@ def test_a_story_says_how_sure_its_own_upper_end_is(browser: Any, tmp_path: Path
     """Short inputs are solved exactly, long ones with a probability: one cell must not speak for another."""
     rows = [dict(row, confidence=1.0 if row["length"] == 16 else 0.99) for row in scan.rows]
     with visit(browser, write_report(Measured(rows, scan.tokens, scan.energies), tmp_path / "r.html")) as seen:
-        assert "with 99 %" in seen.text("#story")
+        assert "with probability 99 %, rounding modelled" in seen.text("#story")
         seen.page.get_by_role("button", name="16", exact=True).click()
-        assert "with 99 %" not in seen.text("#story")
-        assert seen.text("#story").count("always") == 2
+        assert "with probability" not in seen.text("#story")
+        assert seen.text("#story").count("rounding modelled") == 1
 
 
 def test_lengths_and_colours_can_be_chosen(browser: Any, report: Path, scan: Measured) -> None:

@@ -26,7 +26,7 @@ FIELDS = [
     *("model", "model_sha256", "precision", "what", "layer", "head", "length", "window", "window_start", "text"),
     *("text_sha256", "value", "lower", "upper", "relative", "confidence", "converged", "proved", "bounds", "radius"),
     *("value_path", "score_path", "value_share", "sink", "sink_token", "entropy", "seed", "rtol", "dtype", "seconds"),
-    "howsmooth",
+    *("howsmooth", "lower_holds", "upper_holds"),
 ]
 
 

@@ -134,7 +134,7 @@ def test_a_missed_target_is_said_and_a_value_above_a_bound_is_refused() -> None:
     case = references.Known("x", lambda: 10.0, 0.99, None, lambda: 9.8, 12.0)
     assert references.row(case) == ["x", "99 % of 10", "–", "9.8 (98.00 %)", "12", "NO"]
     assert references.row(replace(case, share=0.95))[-1] == "yes"
-    with pytest.raises(AssertionError, match="above the proved bound"):
+    with pytest.raises(AssertionError, match="above the upper bound"):
         references.row(replace(case, upper=9.0))
 
 

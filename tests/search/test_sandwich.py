@@ -231,7 +231,7 @@ def test_interruption_keeps_what_was_found(tmp_path: Path) -> None:
     assert [cell.witness.stopped == "interrupted" for cell in found] == [False, True]
     assert sorted(files) == [2, 3]
     for cell in found:
-        assert Witness.load(files[cell.n]).value == cell.lower
+        assert Witness.load(files[cell.n]).lower == cell.lower
 
 
 @pytest.mark.slow

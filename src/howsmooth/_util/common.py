@@ -99,7 +99,7 @@ def foreign_hooks(module: nn.Module) -> int:
 def random_stream(seed: int, purpose: str) -> torch.Generator:
     """Random numbers for one purpose, unrelated to what ``torch.manual_seed(seed)`` or another purpose would draw.
 
-    The certificate needs a start that has nothing to do with the operator. With the seed itself, the start would be the
+    The upper end needs a start that has nothing to do with the operator. With the seed itself, the start would be the
     very input of someone who wrote ``torch.manual_seed(0); x = torch.randn(n, d)`` and left ``seed=0``.
 
     >>> import torch

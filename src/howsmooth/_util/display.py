@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import itertools
 import re
 import sys
@@ -114,6 +115,15 @@ def grid(title: str, names: Sequence[str], rows: Iterable[Sequence[str]], notes:
 def frame(page: str, height: int = 720) -> str:
     """A whole page inside a notebook."""
     return render("frame", page=page, height=height)
+
+
+def printed(table: Any, width: int = 140) -> str:
+    """A table of rich as plain text without its margins."""
+    from rich.console import Console
+
+    page = io.StringIO()
+    Console(file=page, width=width, no_color=True, highlight=False, markup=False).print(table)
+    return "\n".join(line[1:].rstrip() for line in page.getvalue().splitlines() if line.strip())
 
 
 def in_notebook() -> bool:

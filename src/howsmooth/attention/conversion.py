@@ -97,7 +97,7 @@ def _overrides_call(kind: type[nn.Module]) -> bool:
 def plain_map(attention: MapModule, wanted: str) -> AttentionMap:
     """The map itself, when nothing is around its dot product; ``wanted`` names the task that needs this.
 
-    >>> plain_map(SelfAttention.random(4), "a certificate").kind
+    >>> plain_map(SelfAttention.random(4), "a bound").kind
     'dot_product'
     """
     if not isinstance(attention, AttentionMap):

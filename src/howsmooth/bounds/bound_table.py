@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -11,12 +10,12 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN
 from typing import Any, Literal, overload
 
 import rich.box
-import rich.console
 import rich.table
 from torch import Tensor, nn
 
 from howsmooth._util.common import rounded
-from howsmooth._util.display import grid
+from howsmooth._util.display import grid, printed
+from howsmooth._util.guarantee import Guarantee
 from howsmooth._util.torch_globals import full_precision
 from howsmooth._util.validation import Positive, Seed, validated
 from howsmooth.attention import AttentionMap
@@ -64,6 +63,7 @@ class BoundRow:
         statement: LaTeX.
         ratio: value / best lower bound known for the same norm, head and scope; None when none is positive.
         head: which head; None for the block.
+        guarantee: of the value (`Bound.guarantee`); for "measured", of the ends of the measurement.
     """
 
     name: str
@@ -75,6 +75,11 @@ class BoundRow:
     statement: str
     ratio: float | None = None
     head: int | None = None
+    guarantee: Guarantee = Guarantee.MODELLED
+
+    def __repr__(self) -> str:
+        whose = "" if self.head is None else f" of head {self.head}"
+        return f"{self.name}{whose}: {self.written} {SCOPES[self.scope]}, {self.guarantee.words()}"
 
     @property
     def vacuous(self) -> bool:
@@ -90,7 +95,13 @@ class BoundRow:
     def to_dict(self) -> dict[str, Any]:
         """Plain Python for JSON: a vacuous value is None with ``"vacuous": True``, and the norm inf is "inf"."""
         value = None if self.vacuous else self.value
-        return vars(self) | {"value": value, "norm": _norm_name(self.norm), "vacuous": self.vacuous}
+        guarantee = self.guarantee.name.lower()
+        return vars(self) | {
+            "value": value,
+            "norm": _norm_name(self.norm),
+            "vacuous": self.vacuous,
+            "guarantee": guarantee,
+        }
 
 
 @dataclass(frozen=True, repr=False)
@@ -122,9 +133,11 @@ class Table(Sequence[BoundRow]):
         return len(self.rows)
 
     def _repr_html_(self) -> str:
-        rows = [(row.name, row.written, SCOPES.get(row.scope, row.scope)) for row in self.rows]
+        rows = [(row.name, row.written, SCOPES[row.scope], row.guarantee.words()) for row in self.rows]
         left_out = [f"{len(self.refused)} bounds do not apply here: .refused says why."] * bool(self.refused)
-        return grid(f"{len(self.rows)} numbers, tightest first", ("name", "value", "holds"), rows, left_out)
+        return grid(
+            f"{len(self.rows)} numbers, tightest first", ("name", "value", "holds", "guarantee"), rows, left_out
+        )
 
     @property
     def measured(self) -> Measurement | None:
@@ -165,33 +178,31 @@ class Table(Sequence[BoundRow]):
     def to_latex(self) -> str:
         r"""A ``tabular`` for ``\usepackage{booktabs}``, the statements written out."""
         heads = any(row.head is not None for row in self.rows)
-        lines = [rf"\begin{{tabular}}{{{'r' * heads}lllrrl}}", r"\toprule"]
-        lines.append(r"head & " * heads + r"bound & statement & where & value & ratio & reference \\ \midrule")
+        lines = [rf"\begin{{tabular}}{{{'r' * heads}lllrlrl}}", r"\toprule"]
+        lines.append(
+            r"head & " * heads + r"bound & statement & where & value & guarantee & ratio & reference \\ \midrule"
+        )
         for row in self.rows:
             cells = [str(row.head)] * heads + [_escaped(row.name), f"${row.statement}$", _escaped(SCOPES[row.scope])]
             ratio = "--" if row.ratio is None else f"${_latex_number(row.ratio)}$"
-            cells += [_latex_value(row), ratio, _escaped(row.reference)]
+            cells += [_latex_value(row), row.guarantee.words(), ratio, _escaped(row.reference)]
             lines.append(" & ".join(cells) + r" \\")
         return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"])
 
     def __rich__(self) -> rich.table.Table:
         heads, norms = any(row.head is not None for row in self.rows), {row.norm for row in self.rows} != {2}
-        names = ["head"] * heads + ["bound", "value"] + ["norm"] * norms + ["where", "ratio", "reference"]
+        names = ["head"] * heads + ["bound", "value"] + ["norm"] * norms + ["where", "guarantee", "ratio", "reference"]
         shown = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
         for name in names:
             shown.add_column(name, justify="right" if name in ("head", "ratio") else "left")
         for row in self.rows:
             ratio = "" if row.ratio is None else rounded(row.ratio, _MARKS[row.kind][1], 3)
             cells = [str(row.head)] * heads + [row.name, row.written] + [str(_norm_name(row.norm))] * norms
-            shown.add_row(*cells, SCOPES[row.scope], ratio, row.reference)
+            shown.add_row(*cells, SCOPES[row.scope], row.guarantee.words(), ratio, row.reference)
         return shown
 
-    def __str__(self) -> str:
-        page = io.StringIO()
-        rich.console.Console(file=page, width=140, no_color=True, highlight=False, markup=False).print(self.__rich__())
-        return "\n".join(line[1:].rstrip() for line in page.getvalue().splitlines() if line.strip())
-
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return printed(self.__rich__(), 160)
 
 
 @validated
@@ -245,7 +256,7 @@ def table(
     norms = dict.fromkeys([2.0] * (norm in (None, 2)) + [row.norm for row in rows] + [norm or 2.0])
     measurements = measurements_at(where, list(norms), per_head, rtol, seed)
     for m in measurements.values():
-        rows += _rows("measured", m.value, per_head, "measured", m.norm, "point", *_measured(m))
+        rows += _rows("measured", m.value, per_head, "measured", m.norm, "point", *_measured(m), m.lower_holds)
     return Table(_ranked(rows, measurements), where, measurements, refused)
 
 
@@ -256,24 +267,34 @@ def with_witness(before: Table, x: Tensor, name: str, *, per_head: bool = False,
         x: as many tokens as the table is for, all in its set. name: of the new row.
     """
     m = measurements_at(replace(before.setting, x=x), [2.0], per_head, seed=seed)[2.0]
-    new = _rows(name, m.lower, per_head, "lower", m.norm, "ball", *_measured(m))
+    new = _rows(name, m.lower, per_head, "lower", m.norm, "ball", *_measured(m), m.lower_holds)
     rows = [*(replace(row, ratio=None) for row in before.rows), *new]
     return replace(before, rows=_ranked(rows, before.measurements))
 
 
 def _bound_rows(bound: Bound, values: Tensor, per_head: bool) -> list[BoundRow]:
-    facts = (bound.norm, bound.scope, bound.reference, bound.statement)
+    facts = (bound.norm, bound.scope, bound.reference, bound.statement, bound.guarantee(per_head))
     rows = _rows(bound.name, values, per_head, bound.side, *facts)
     return [row for row in rows if bound.side == "upper" or row.value > 0]
 
 
 def _rows(
-    name: str, values: Tensor, per_head: bool, kind: Kind, norm: NormKind, scope: str, reference: str, statement: str
+    name: str,
+    values: Tensor,
+    per_head: bool,
+    kind: Kind,
+    norm: NormKind,
+    scope: str,
+    reference: str,
+    statement: str,
+    guarantee: Guarantee,
 ) -> list[BoundRow]:
     """One row for each head, or that of the block."""
     facts = (kind, norm if isinstance(norm, str) else float(norm), scope, reference, statement)
     numbers = enumerate(values.reshape(-1).tolist())
-    return [BoundRow(name, value, *facts, head=head if per_head else None) for head, value in numbers]
+    return [
+        BoundRow(name, value, *facts, head=head if per_head else None, guarantee=guarantee) for head, value in numbers
+    ]
 
 
 def _measured(m: Measurement) -> tuple[str, str]:

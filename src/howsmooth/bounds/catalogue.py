@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from howsmooth._util.guarantee import Guarantee
 from howsmooth._util.validation import Size, validated
 from howsmooth.attention import AttentionMap, Rotary
 from howsmooth.bounds.point_error import known_rounding
@@ -96,6 +97,16 @@ class Bound:
     block: Callable[[Setting], Tensor] | None = None
     needs: tuple[str, ...] | None = None
     on_paths: PathNumber | None = None
+
+    def guarantee(self, per_head: bool) -> Guarantee:
+        """The guarantee of a value of this bound; the theorem itself leaves nothing to chance.
+
+        Bounds of heads from the paths at an input are raised by all that float64 may have lost on the way
+        (`howsmooth.bounds.point_error`): PROVED. Other values are the formula in float64, not rounded upward, and so
+        are the sums that make a block of its heads: their last digits are as good as roundings without a common
+        direction leave them, MODELLED.
+        """
+        return Guarantee.PROVED if self.on_paths is not None and per_head else Guarantee.MODELLED
 
     @property
     def required(self) -> tuple[str, ...]:

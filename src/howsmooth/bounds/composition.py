@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from howsmooth._util.guarantee import Guarantee
 from howsmooth._util.validation import validated
 from howsmooth.errors import InvalidInput
 
@@ -104,11 +105,16 @@ class Stack:
     layer 0: skip       8.00   as its branch  1 + the product of its branch
       layer 0: norm     6.00   everywhere
       layer 0: MLP      2.00   everywhere
-    total               8.00
+    total               8.00                  upper bound, rounding modelled
     10^8.0: 1 normalisation contributes 6.0 of the 8.0 digits; with constant 1 instead the bound would be 10^2.0
     """
 
     stages: tuple[Stage, ...]
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """Of the total: theorems evaluated and multiplied in float64, without rounding upward."""
+        return Guarantee.MODELLED
 
     @property
     def log10(self) -> float:
@@ -159,7 +165,8 @@ class Stack:
         )
 
     def __str__(self) -> str:
-        rows = [("stage", "log10", "scope", "note"), *_rows(self.stages), ("total", f"{self.log10:.2f}", "", "")]
+        total = ("total", f"{self.log10:.2f}", "", f"upper bound, {self.guarantee.words()}")
+        rows = [("stage", "log10", "scope", "note"), *_rows(self.stages), total]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         widths[0] += 2
         lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows]
@@ -168,7 +175,8 @@ class Stack:
     def to_dict(self) -> dict[str, Any]:
         """Everything as numbers and strings."""
         stages = [asdict(stage) for stage in self.stages]
-        return {"log10": self.log10, "worst": self.worst.name, "vacuous": self.vacuous, "stages": stages}
+        facts = {"log10": self.log10, "guarantee": self.guarantee.name.lower(), "worst": self.worst.name}
+        return facts | {"vacuous": self.vacuous, "stages": stages}
 
 
 def _rows(stages: Iterable[Stage], depth: int = 0) -> Iterator[tuple[str, str, str, str]]:

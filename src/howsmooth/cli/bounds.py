@@ -146,7 +146,8 @@ def _with_random_tokens(rows: Table, per_head: bool, seed: int) -> Table:
 
 
 def _named(row: BoundRow) -> str:
-    return row.name if row.head is None else f"{row.name}, head {row.head}"
+    which = row.name if row.head is None else f"{row.name}, head {row.head}"
+    return f"{which}; {row.guarantee.words()}"
 
 
 def _print(site: MapAtTokens, tables: Sequence[Table], x: Tensor | None, refused: bool, figure: Path | None) -> None:
@@ -172,15 +173,16 @@ def _print(site: MapAtTokens, tables: Sequence[Table], x: Tensor | None, refused
 
 def _against_n(tables: Sequence[Table]) -> rich.table.Table:
     """The values of every bound, one column for each n."""
-    shown = rich.table.Table("bound", "where", box=rich.box.SIMPLE_HEAD, pad_edge=False)
-    cells: dict[tuple[int | None, float | str, str, str], dict[int, str]] = {}
+    shown = rich.table.Table("bound", "where", "guarantee", box=rich.box.SIMPLE_HEAD, pad_edge=False)
+    cells: dict[tuple[int | None, float | str, str, str, str], dict[int, str]] = {}
     for column, rows in enumerate(tables):
         shown.add_column(f"n = {rows.setting.count:.12g}")
         for row in rows:
-            cells.setdefault((row.head, row.norm, row.name, row.scope), {})[column] = row.written
-    for (head, norm, name, scope), values in cells.items():
+            key = (row.head, row.norm, row.name, row.scope, row.guarantee.words())
+            cells.setdefault(key, {})[column] = row.written
+    for (head, norm, name, scope, guarantee), values in cells.items():
         whole = f"{name}{'' if norm == 2 else ' (∞)'}{'' if head is None else f', head {head}'}"
-        shown.add_row(whole, SCOPES[scope], *(values.get(column, "–") for column in range(len(tables))))
+        shown.add_row(whole, SCOPES[scope], guarantee, *(values.get(column, "–") for column in range(len(tables))))
     return shown
 
 

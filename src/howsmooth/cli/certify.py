@@ -52,9 +52,9 @@ def certify(
 ) -> None:
     """Prove how far the output of attention can move, or within which distance an image keeps its class.
 
-    Every number holds in exact arithmetic, rounding included: none is an estimate. The page of --report shows
-    measured ≤ worst found ≤ certified, every head against the radius (to 1 % of the token norm,
-    or to the distance of --over).
+    Upper bounds and radii hold in exact arithmetic, rounding included, and so do lower bounds but for large maps, where
+    they are measured and marked so. The page of --report shows measured ≤ worst found ≤ certified, every head against
+    the radius (to 1 % of the token norm, or to the distance of --over).
 
     Examples:
       howsmooth certify random --width 16 --heads 2 --length 8 --what head
@@ -105,13 +105,13 @@ def certify(
 
 def _print(site: MapAtTokens, proofs: dict[str, Certificate]) -> None:
     show(site.in_words())
-    table = Table("map", "lower bound (proved)", "upper bound (proved)", "upper ÷ lower", "proof", "seconds")
+    table = Table("map", "lower bound", "upper bound (proved)", "upper ÷ lower", "proof", "seconds")
     for name, proof in proofs.items():
         ends = zip(proof.lower.reshape(-1).tolist(), proof.upper.reshape(-1).tolist(), proof.methods, strict=True)
         for number, (lower, upper, method) in enumerate(ends):
             table.add_row(
                 f"head {number}" if proof.per_head else name,
-                written(lower, ROUND_FLOOR, 5),
+                f"{written(lower, ROUND_FLOOR, 5)} ({proof.lower_holds.words()})",
                 written(upper, ROUND_CEILING, 5),
                 written(upper / lower, ROUND_CEILING) if lower > 0 else "–",
                 method,
@@ -180,7 +180,9 @@ def _print_images(rows: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         print_json(rows)
         return
-    table = Table("image", "label", "certified radius", "attacked at", "certified ÷ attacked", "next class", "seconds")
+    table = Table(
+        "image", "label", "certified radius (proved)", "attacked at", "certified ÷ attacked", "next class", "seconds"
+    )
     for row in rows:
         near = row["attacked"]
         table.add_row(

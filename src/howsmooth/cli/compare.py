@@ -57,7 +57,7 @@ def compare(
 ) -> None:
     """Show the changes from the first to the last, map by map, and by how much at least.
 
-    Noise is not called change: a factor counts only as far as the ends of both values prove it. More than two are a
+    Noise is not called change: a factor counts only as far as the ends of both values show it. More than two are a
     series, such as the checkpoints of a training run in their order; a folder of checkpoint-100, checkpoint-200, …
     stands for all of them.
 
@@ -124,12 +124,12 @@ def _scan(source: str, text: Path | None, **options: Any) -> Scan:
 
 def _show(comparison: Comparison, report: Path | None) -> None:
     show(comparison.headline())
-    table = Table("map", "tokens", *comparison.names, "factor", "at least", "at most")
+    table = Table("map", "tokens", *comparison.names, "factor", "at least", "at most", "guarantee")
     for change in comparison.changes[:_MOST_ROWS]:
         numbers = [f"{value:.4g}" for value in change.values]
         ends = [f"{end:.3g}" for end in (change.ratio, change.least, change.most)]
         strong = "bold" if change.certain > comparison.limit or change.certain < 1 / comparison.limit else None
-        table.add_row(str(change.place), str(change.length), *numbers, *ends, style=strong)
+        table.add_row(str(change.place), str(change.length), *numbers, *ends, change.guarantee.words(), style=strong)
     show(table)
     if len(comparison.changes) > _MOST_ROWS:
         show(f"and {len(comparison.changes) - _MOST_ROWS} more, which have changed less")

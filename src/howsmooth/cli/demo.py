@@ -64,8 +64,9 @@ def demo(
         show(*(f"{name}: {NAMED[name].description}." for name in wanted), "", summary(scanned))
         show(
             "σ is the local Lipschitz constant: how far the output moves, at most, per small move of the input. Layers "
-            "and heads count from 0. Lower ends are true always and upper ends with probability 99 %, in layers and "
-            "models up to measured rounding; bounds are proved."
+            "and heads count from 0. Upper ends hold with probability 99 %, by the random start of the solver, which "
+            "lower ends do not depend on; rounding is modelled in heads and attention, and measured in layers and "
+            "models. Bounds are theorems."
         )
         show(f"\nStore: {store}", f"Report: {page} (open it in a browser)")
     if not all(row["converged"] for row in scanned.rows):

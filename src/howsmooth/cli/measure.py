@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from decimal import ROUND_CEILING, ROUND_FLOOR
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 import numpy as np
 import typer
-from rich.table import Column, Table
+from rich.table import Table
 from torch import Tensor
 
 from howsmooth._util.common import printable
@@ -18,12 +19,10 @@ from howsmooth.cli.options import AsJson, Confidence, Figure, Rtol, command, eng
 from howsmooth.cli.source_options import OF_THE_INPUT, MapAtTokens, MapOptions, kinds_of_map, map_sha256, random_options
 from howsmooth.cli.terminal import (
     NOT_CONVERGED,
-    lower_bound,
     parse_bytes,
     print_json,
     show,
     solver_progress,
-    upper_bound,
     written,
 )
 from howsmooth.errors import InvalidInput
@@ -131,20 +130,22 @@ def _print(
     show(site.in_words())
     show(f"tokens: {batch}n = {facts['n']}: {facts['input']}")
     several = any(m.values is not None and m.values.shape[-1] > 1 for m in measured.values())
-    ends = [Column("lower bound", no_wrap=True), Column("upper bound", no_wrap=True)]
-    table = Table("map", f"{_SYMBOLS[norm]} (estimate)", *ends, "relative")
+    table = Table("map", f"{_SYMBOLS[norm]} (estimate)", "lower bound", "upper bound", "relative")
     for name in ["next σ"] * several + ["converged", "products", "seconds"]:
         table.add_column(name)
     for name, m in measured.items():
         for number, index in enumerate(np.ndindex(m.value.shape)):
-            value, both = written(float(m.value[index])), (lower_bound(m, index), upper_bound(m, index))
+            value, lower = written(float(m.value[index])), written(float(m.lower[index]), ROUND_FLOOR, 5)
+            upper = "none" if not m.confidence else f"≤ {written(float(m.upper[index]), ROUND_CEILING, 5)}"
             following = m.values[index][1:].tolist() if several and m.values is not None else []
             more = [", ".join(map(written, following))] if several else []
             cost = ["″", "″"] if number else [f"{m.products}", f"{m.seconds:.2f}"]
             converged = "yes" if bool(m.converged[index]) else "no"
             relative = "–" if m.relative is None else written(float(m.relative[index]), digits=3)
-            table.add_row(_map_name(name, index), value, *both, relative, *more, converged, *cost)
+            table.add_row(_map_name(name, index), value, f"≥ {lower}", upper, relative, *more, converged, *cost)
     show(table)
+    for name, m in measured.items():
+        show(f"{name}: {m.guarantees}")
     if several:
         show("next σ: the next singular values (estimates).")
     show(_RELATIVE.format(norm=_SYMBOLS[norm]))

@@ -116,7 +116,7 @@ def scan(
 ) -> None:
     """Measure every head (or layer, or the whole) of a model on windows of a text.
 
-    Each number comes with its lower and upper ends, the proved three-path bound, and why it is as large as it is. A
+    Each number comes with its lower and upper ends, the three-path bound, and why it is as large as it is. A
     stopped scan continues where it was when the same command is given again.
 
     Examples:

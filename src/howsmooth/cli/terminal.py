@@ -16,12 +16,12 @@ import traceback
 from _thread import interrupt_main
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN
+from decimal import ROUND_FLOOR, ROUND_HALF_EVEN
 from functools import partial
 from itertools import count
 from math import isfinite
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -32,10 +32,6 @@ from typer.core import TyperGroup
 
 from howsmooth._util.common import out_of_memory, printable, rounded
 from howsmooth.errors import HowsmoothError, InvalidInput
-
-if TYPE_CHECKING:
-    from howsmooth.norms import Measurement
-
 
 NOT_CONVERGED, USER_ERROR, BEYOND, BROKEN, INTERRUPTED, BROKEN_PIPE = 1, 2, 3, 70, 130, 141
 CODES = (
@@ -366,23 +362,3 @@ def parse_bytes(text: str) -> int:
 def written(value: float, rounding: str = ROUND_HALF_EVEN, digits: int = 4) -> str:
     """A number in four digits, or in ``digits``."""
     return rounded(value, rounding, digits)
-
-
-def lower_bound(m: Measurement, index: tuple[int, ...] = ()) -> str:
-    """The lower end of one map in words, rounded down so that it stays true.
-
-    >>> from howsmooth.jacobians import MatrixOperator
-    >>> from howsmooth.norms import operator_norm
-    >>> import torch
-    >>> m = operator_norm(MatrixOperator(torch.tensor([[2.0]])))
-    >>> lower_bound(m), upper_bound(m)
-    ('≥ 1.9999 always', '≤ 2.0001 always')
-    """
-    return f"≥ {written(float(m.lower[index]), ROUND_FLOOR, 5)} {m.lower_holds.said()}"
-
-
-def upper_bound(m: Measurement, index: tuple[int, ...] = ()) -> str:
-    """The upper end of one map in words, rounded up so that it stays true."""
-    if m.confidence == 0 or not isfinite(float(m.upper[index])):
-        return "none"
-    return f"≤ {written(float(m.upper[index]), ROUND_CEILING, 5)} {m.upper_holds.said(m.confidence)}"

@@ -54,7 +54,7 @@ def worst_case(
     """Find the least smooth input of a set, and how far the best theorem is from it.
 
     For every number of tokens and every set: an input on which the attention reaches the lower bound, kept in a file
-    that `howsmooth measure --witness` replays, and the smallest proved upper bound. Without --over the tokens are
+    that `howsmooth measure --witness` replays, and the smallest upper bound by a theorem. Without --over the tokens are
     those after the layer's own normalisation, or, for weights without a model, of root mean square at most one.
     Ctrl-C keeps and prints the best so far. With --jobs or --engine every start is searched by a worker, to its end.
 

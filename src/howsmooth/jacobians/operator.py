@@ -57,13 +57,16 @@ class Accuracy:
             No singular value of the computed operator is further than this from the true one.
         alignment: the share of ``product`` that can lie along a direction fixed beforehand: 1 when nothing is known of
             it, N^{-½} for sums of many roundings, which have no preferred direction.
-        guarantee: whether ``point`` and ``product`` are bounds (PROVED) or were measured on a vector (MEASURED).
+        guarantee: whether ``point`` and ``product`` are bounds under a model of rounding (MODELLED:
+            `howsmooth.jacobians.product_error`) or were measured on a vector (MEASURED). The few eps·‖J‖ of every
+            product besides are a model too, also of a matrix: sums of n terms are off by √n·eps, not by n·eps, when
+            roundings are independent of mean zero. So there is nothing stronger here.
     """
 
     point: float = 0.0
     product: Tensor | float = 0.0
     alignment: float = 1.0
-    guarantee: Guarantee = Guarantee.PROVED
+    guarantee: Guarantee = Guarantee.MODELLED
 
 
 class JacobianOperator(ABC):

@@ -8,7 +8,7 @@ weights (10⁻⁹, …) answer for 10⁹ tokens.
 >>> head = hs.SelfAttention.from_bilinear(-10 * torch.eye(1), torch.eye(1))
 >>> rare = meanfield.Measure(torch.tensor([[-1.0], [0.5], [1.0]]), [1e-9, 0.3, 0.7 - 1e-9])
 >>> meanfield.local_constant(head, rare)
-4470 in W₂, moving (splitting one atom: 0.3374)
+4470 in W₂ (≥ 4469.9, ≤ 4470, rounding modelled), moving (splitting one atom: 0.3374)
 """
 
 import lazy_loader

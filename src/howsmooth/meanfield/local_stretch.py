@@ -33,11 +33,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from decimal import ROUND_CEILING, ROUND_FLOOR
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from howsmooth._util.common import rounded
+from howsmooth._util.guarantee import Guarantee, weakest, with_guarantees
 from howsmooth._util.validation import Positive, check_numbers, validated
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import JacobianOperator, attention_jacobian
@@ -120,13 +123,23 @@ class LocalConstant:
 
     @property
     def lower(self) -> float:
-        """The constant is at least this, always."""
+        """The constant is at least this."""
         return max(float(self.moving.lower), float(self.splitting.lower.max()))
 
     @property
     def upper(self) -> float:
         """The constant is at most this, with probability `confidence`."""
         return max(float(self.moving.upper), float(self.splitting.upper.max()))
+
+    @property
+    def lower_holds(self) -> Guarantee:
+        """The guarantee of the lower end: the weaker of both parts."""
+        return weakest(self.moving.lower_holds, self.splitting.lower_holds)
+
+    @property
+    def upper_holds(self) -> Guarantee:
+        """The guarantee of the upper end, apart from its probability `confidence`."""
+        return weakest(self.moving.upper_holds, self.splitting.upper_holds)
 
     @property
     def confidence(self) -> float:
@@ -156,7 +169,11 @@ class LocalConstant:
         if self.part == "moving":
             other = ("splitting one atom", self.splitting.value.max())
         where = "d₂" if self.masked else "W₂"
-        return f"{self.value:.4g} in {where}, {self.part} ({other[0]}: {float(other[1]):.4g})"
+        below, above = f"≥ {rounded(self.lower, ROUND_FLOOR)}", f"≤ {rounded(self.upper, ROUND_CEILING)}"
+        if not self.confidence:
+            above = "no upper bound"
+        ends = with_guarantees(below, above, self.lower_holds, self.upper_holds, self.confidence or 1.0)
+        return f"{self.value:.4g} in {where} ({ends}), {self.part} ({other[0]}: {float(other[1]):.4g})"
 
 
 @validated
@@ -174,7 +191,7 @@ def local_constant(attention: nn.Module, measure: Measure, **solver: Any) -> Loc
     >>> import howsmooth as hs
     >>> head = hs.SelfAttention.from_bilinear(-torch.eye(1), torch.eye(1))
     >>> local_constant(head, Measure(torch.tensor([[-1.0], [1.0]]), [1 / 3, 2 / 3]))
-    1.88 in W₂, moving (splitting one atom: 0.6706)
+    1.88 in W₂ (≥ 1.8797, ≤ 1.8798, rounding modelled), moving (splitting one atom: 0.6706)
     """
     moving = solve(WeightedJacobian(attention, measure), **solver)
     splitting = solve(FieldJacobian(attention, measure), **solver)
@@ -195,6 +212,11 @@ class TwoAtom(NamedTuple):
 
     value: float
     heavy: float
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """Of the value: a formula in float64, not rounded downward."""
+        return Guarantee.MODELLED
 
 
 @validated

@@ -85,6 +85,10 @@ def rounding_allowance(dtype: torch.dtype, products: int, point_error: float = 0
     singular value moves by more than ‖E‖, so a bound for J + E widened by this much is a bound for J. The operator
     itself may be that of a point nearby (`Accuracy.point`).
 
+    This is a model of rounding, errors independent of mean zero, and no worst case: n roundings that all go one way
+    add up to n·eps where the model allows √n·eps. Every norm of this package is widened by it, those from the entries
+    and by LAPACK's decompositions too, so that no end of a measurement is `Guarantee.PROVED`.
+
     >>> rounding_allowance(torch.float64, 4) == 16 * torch.finfo(torch.float64).eps
     True
     """

@@ -21,7 +21,7 @@ singular values share the norm. Solving (s/2r)(x − 1 − ln x) = ln(2/δ'), x 
 
 S is the upper bound of `golub_kahan` and holds except with probability δ/2; δ' = δ/2 goes to the two tails; so the
 interval holds with probability at least 1 − δ. Two ends need no further chance: σ₁ ≤ ‖J‖_F ≤ √min(in_size, out_size)·S.
-The ``lower`` of a `Measurement` is always true, so it is σ₁'s own; the lower end of the interval goes into the notes.
+The ``lower`` of a `Measurement` leaves nothing to chance: it is σ₁'s own, and that of the interval goes into the notes.
 
 Reference: F. Roosta-Khorasani, U. Ascher, "Improved bounds on sample size for implicit matrix trace estimators",
 Found. Comput. Math. 15 (2015) 1187–1212, for the case r = 1.
@@ -121,7 +121,7 @@ def one_norm(
 
     Exact (up to rounding) when all entries cost at most ``exact_limit`` products (min(in_size, out_size) in general,
     less for attention): with columns each sum is read off, with rows all sums grow together. Beyond that, ``value`` is
-    the block estimate of Higham & Tisseur [1] as found in scipy. It is the sum of a column of J, so always a lower
+    the block estimate of Higham & Tisseur [1] as found in scipy. It is the sum of a column of J, so a lower
     bound. The upper bound is
 
         ‖J‖₁ = max_j ‖J e_j‖₁ ≤ √out_size · max_j ‖J e_j‖₂ ≤ √out_size · ‖J‖₂,

@@ -51,7 +51,7 @@ def golub_kahan(
 
     Every map runs until
 
-    (i)  σ₁ is enclosed: upper ≤ (1 + rtol)·lower, with lower the largest Ritz value (always below σ₁) and upper the
+    (i)  σ₁ is enclosed: upper ≤ (1 + rtol)·lower, with lower the largest Ritz value (never above σ₁) and upper the
          probabilistic bound of `howsmooth.norms.lanczos_bound`;
     (ii) the k wanted triplets satisfy ‖Jᵀu_i − θ_i v_i‖ ≤ rtol·θ₁ (J v_i = θ_i u_i holds by construction).
 
@@ -122,7 +122,7 @@ def golub_kahan(
             count += _repeat(results, again, each, seed, max_steps, limit)
     notes = [] if start is None else ["no upper bound, as the start was given: converged means the residuals alone"]
     if rtol < results.smallest_rtol:
-        notes.append(f"rtol={rtol:g} is below what {str(op.dtype).removeprefix('torch.')} products can prove")
+        notes.append(f"rtol={rtol:g} is below what {str(op.dtype).removeprefix('torch.')} products can resolve")
     if k > 1:
         notes.append("repeated singular values may be counted once")
     return results.measurement(count, confidence if start is None else 0.0, started, tuple(notes))

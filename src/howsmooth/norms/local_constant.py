@@ -205,7 +205,7 @@ _BLOCK_ENTRIES = 2**22
 """Entries of the vectors held for one chunk of token blocks."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """The parts of the norm of an attention map at an input.
 
@@ -224,7 +224,8 @@ class Explanation:
         entropy: mean entropy of the rows of P in nats, per head.
         input_energy: |v_j|² of the top right singular vector, ``(…, n)``: where a perturbation does most. Sums to one.
         output_energy: |u_i|² of the top left singular vector: where it shows.
-        influence: ‖J_ij‖₂ for output token i and input token j, ``(…, n, n)``, or None when not requested.
+        influence: ‖J_ij‖₂ for output token i and input token j, ``(…, n, n)``, estimates without ends, or None when not
+            requested.
         gate_path: norm with attention held fixed: the movement through an output gate; None where there is none.
     """
 
@@ -240,12 +241,18 @@ class Explanation:
     influence: Tensor | None = None
     gate_path: Measurement | None = None
 
+    def __repr__(self) -> str:
+        paths = {"value path": self.value_path, "score path": self.score_path, "gate path": self.gate_path}
+        lines = [f"{name}: {m!r}" for name, m in paths.items() if m is not None]
+        shares = ", ".join(f"{100 * share:.0f} %" for share in self.value_share.flatten().tolist())
+        return "\n".join([f"total: {self.total!r}", *lines, f"through the values: {shares} of the total (estimate)"])
+
     def _repr_html_(self) -> str:
         sinks = zip(self.sink.flatten().tolist(), self.sink_token.flatten().tolist(), strict=True)
         shares = self.value_share.flatten().tolist()
         facts = [
-            ("value path", f"{repr(self.value_path).partition(' (')[0]}: the weights held fixed"),
-            ("score path", f"{repr(self.score_path).partition(' (')[0]}: the movement through the weights"),
+            ("value path", f"{repr(self.value_path).partition(';')[0]}): the weights held fixed"),
+            ("score path", f"{repr(self.score_path).partition(';')[0]}): the movement through the weights"),
             ("through the values", ", ".join(f"{100 * share:.0f} %" for share in shares)),
             ("sink", ", ".join(f"token {token} receives {amount:.3g}" for amount, token in sinks)),
             ("entropy, nats", ", ".join(f"{nats:.3g}" for nats in self.entropy.flatten().tolist())),
@@ -329,7 +336,7 @@ def token_influence(
     seed: Seed = 0,
     memory: Size = DEFAULT_MEMORY,
 ) -> Tensor:
-    """‖J_ij‖₂ for every output token i and input token j: ``(…, n, n)``.
+    """‖J_ij‖₂ for every output token i and input token j: ``(…, n, n)``, estimates without ends.
 
     Attention maps use their closed form; other functions need a dense Jacobian, hence a small input.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from howsmooth._util.common import rounded
 from howsmooth._util.display import card
-from howsmooth._util.guarantee import Guarantee, weakest
+from howsmooth._util.guarantee import Guarantee, weakest, with_guarantees
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import JacobianOperator
 
@@ -28,11 +28,12 @@ class Measurement:
 
     Attributes:
         value: the estimate.
-        lower: the end from below; no chance is involved.
+        lower: the end from below; the random start plays no part in it.
         upper: the end from above, true with probability ``confidence``. Both include an allowance for rounding, see
             `rounding_allowance`.
-        rounding: whether that allowance is a bound (PROVED: attention and matrices) or was measured (MEASURED: layers,
-            models and functions); `lower_holds` and `upper_holds` are the guarantees of the ends.
+        rounding: whether that allowance is modelled (MODELLED: attention and matrices) or was measured (MEASURED:
+            layers, models and functions); `lower_holds` and `upper_holds` are the guarantees of the ends, at most
+            MODELLED because the solver's own rounding is modelled. `hs.certify` proves ends.
         confidence: probability with which ``upper`` holds, for each map by itself; 1.0 when no chance is involved and
             0.0 when there is no upper bound. The chance lies in the solver's own random start, not in the operator.
         norm: 2, 1, ``math.inf``, ``"fro"`` or ``"token"``.
@@ -58,7 +59,7 @@ class Measurement:
     >>> float(m)
     4.0
     >>> m
-    ‖J‖₂ = 4 (≥ 3.9999 always, ≤ 4.0001 always; converged, 2 products, dense float32)
+    ‖J‖₂ = 4 (≥ 3.9999, ≤ 4.0001, rounding modelled; converged, 2 products, dense float32)
     """
 
     value: Tensor
@@ -77,7 +78,7 @@ class Measurement:
     residuals: Tensor | None = None
     notes: tuple[str, ...] = ()
     scale: Tensor | None = None
-    rounding: Guarantee = Guarantee.PROVED
+    rounding: Guarantee = Guarantee.MODELLED
 
     def __post_init__(self) -> None:
         if not bool((self.lower <= self.upper).all()):
@@ -89,12 +90,12 @@ class Measurement:
     @property
     def lower_holds(self) -> Guarantee:
         """The guarantee of the lower end."""
-        return self.rounding
+        return weakest(self.rounding, Guarantee.MODELLED)
 
     @property
     def upper_holds(self) -> Guarantee:
-        """The guarantee of the upper end."""
-        return weakest(self.rounding, Guarantee.PROVED if self.confidence == 1 else Guarantee.PROBABLE)
+        """The guarantee of the upper end, apart from its probability ``confidence``."""
+        return self.lower_holds
 
     @property
     def relative(self) -> Tensor | None:
@@ -137,21 +138,32 @@ class Measurement:
     def __repr__(self) -> str:
         symbol, count = _SYMBOLS[self.norm], self.value.numel()
         how = f"{self.products} products, {self.method} {str(self.dtype).removeprefix('torch.')}"
-        below, above = self.lower_holds.said(), self.upper_holds.said(self.confidence)
-        above = above.replace("with ", "with probability ", 1)
         if count == 1:
-            low = f"≥ {rounded(float(self.lower), ROUND_FLOOR)} {below}"
-            high = f"≤ {rounded(float(self.upper), ROUND_CEILING)} {above}" if self.confidence else "no upper bound"
             state = "converged" if bool(self.converged) else "not converged"
             value = rounded(float(self.value), ROUND_HALF_EVEN, 4)
-            return f"{symbol} = {value} ({low}, {high}; {state}, {how}){self._compared()}"
+            return f"{symbol} = {value} ({self.ends()}; {state}, {how}){self._compared()}"
         low, high = (rounded(float(x), ROUND_HALF_EVEN, 4) for x in (self.value.min(), self.value.max()))
         ratio = float(torch.where(self.upper > 0, self.upper / self.lower, torch.ones_like(self.upper)).max())
-        gap = f"each ≥ lower {below}, ≤ upper {above}, upper/lower at most {rounded(ratio, ROUND_CEILING)}"
-        if not self.confidence:
-            gap = f"each ≥ lower {below}, no upper bound"
+        gap = f", upper/lower at most {rounded(ratio, ROUND_CEILING)}" if self.confidence else ""
         state = f"{int(self.converged.sum())}/{count} converged"
-        return f"{symbol} of {count} maps = {low} … {high} ({gap}; {state}, {how}){self._compared()}"
+        return (
+            f"{symbol} of {count} maps = {low} … {high} (each {self.guarantees}{gap}; {state}, {how}){self._compared()}"
+        )
+
+    @property
+    def guarantees(self) -> str:
+        """The guarantees of the ends of every map: "≥ lower, ≤ upper with probability 99 %, rounding modelled"."""
+        above = "≤ upper" if self.confidence else "no upper bound"
+        return with_guarantees("≥ lower", above, self.lower_holds, self.upper_holds, self.confidence or 1.0)
+
+    def ends(self, index: tuple[int, ...] = ()) -> str:
+        """Both ends of one map with their guarantees, rounded outwards: "≥ 3.9999, ≤ 4.0001, rounding modelled"."""
+        lower, upper = float(self.lower[index]), float(self.upper[index])
+        below = f"≥ {rounded(lower, ROUND_FLOOR)}"
+        if not self.confidence or math.isinf(upper):
+            return with_guarantees(below, "no upper bound", self.lower_holds)
+        above = f"≤ {rounded(upper, ROUND_CEILING)}"
+        return with_guarantees(below, above, self.lower_holds, self.upper_holds, self.confidence)
 
     def _repr_html_(self) -> str:
         name, _, rest = repr(self).partition(" (")

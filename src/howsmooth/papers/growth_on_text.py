@@ -49,7 +49,7 @@ class GrowthText(Experiment):
         return [{"model": m, "length": n, **places} for m in models for n in lengths]
 
     def run(self, options: ExperimentOptions, cell: Record) -> Iterable[Record]:
-        """σ_max of the attention block (output projection in, residual and normalisation out), certified to 10⁻³."""
+        """σ_max of the attention block (output projection in, residual and normalisation out), ends 10⁻³ apart."""
         model = experiment_model(cell["model"])
         layers = sorted({min(layer, model.model.config.num_hidden_layers - 1) for layer in cell["layers"]})
         if cell["length"] <= len(TokenisedText("", model.processor)):  # special tokens alone are no text

@@ -102,7 +102,7 @@ class LipInfinity(Experiment):
         yield cell | {"random": alone.value, "construction": best.value} | bound_values(bounds, head, n=n)
 
     def draw(self, rows: Rows) -> Figure:
-        """Searches between the proved ends."""
+        """Searches between the theorems."""
         (ax,) = panels(["Lip_∞ of L2 attention, D = H = 1"], "number of tokens N", "largest ‖J‖_∞ found", log="x")
         measured = {
             "construction": "search from the construction (measured)",

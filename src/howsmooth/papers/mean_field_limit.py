@@ -46,7 +46,7 @@ class MeanField(Experiment):
         return settings
 
     def run(self, options: ExperimentOptions, cell: Record) -> Iterable[Record]:
-        """The worst sequence of n tokens, or the worst measure with up to two atoms, between the proved ends."""
+        """The worst sequence of n tokens, or the worst measure with up to two atoms, between the theorems."""
         mask, ball = cell["mask"], hs.sets.Ball(cell["R"])
         head = hs.SelfAttention.from_bilinear(-ONE, ONE, mask=None if mask == "no mask" else mask)
         found: hs.Witness | MeasureWitness
@@ -84,7 +84,7 @@ class MeanField(Experiment):
         return Finding.of(
             ratio.min() >= 1 and max(level) < 1.25 and 0.8 < rate < 1.6,
             f"{'; '.join(parts)} (the last step in n adds {max(level) - 1:.1%} at most). Between the two largest radii "
-            f"ln(constant) grows by {rate:.2f} per unit of R² (γ = 1 at width 1). The proved upper bound is "
+            f"ln(constant) grows by {rate:.2f} per unit of R² (γ = 1 at width 1). The upper bound is "
             f"{ratio.min():.2f} to {ratio.max():.3g} times the value.",
         )
 
@@ -107,7 +107,7 @@ class MaskedDistance(Experiment):
         return [{"seed": seed, "pairs": 10} for seed in range(options.pick(4, 20, 200))]
 
     def run(self, options: ExperimentOptions, cell: Record) -> Iterable[Record]:
-        """Ratio of distances after and before causal attention, in d₂, over the proved bound."""
+        """Ratio of distances after and before causal attention, in d₂, over the bound."""
         generator = torch.Generator().manual_seed(cell["seed"])
         for pair in range(cell["pairs"]):
             width, radius = 1 + pair % 3, 0.3 + 1.2 * float(torch.rand(1, generator=generator))
@@ -122,9 +122,7 @@ class MaskedDistance(Experiment):
 
     def draw(self, rows: Rows) -> Figure:
         """Distance after against distance before, and the ratio over the bound."""
-        (ax,) = panels(
-            ["Pairs of masked measures"], "d₂ before attention", "d₂ after ÷ (proved bound × before)", log="y"
-        )
+        (ax,) = panels(["Pairs of masked measures"], "d₂ before attention", "d₂ after ÷ (bound × before)", log="y")
         share = rows.after / rows.before / rows.bound
         ax.scatter(rows.before, share, s=10, color=COLOURS[0], label="pairs (measured)")
         reference_line(ax, 1, "upper: howsmooth.masked_mean_field")
@@ -137,7 +135,7 @@ class MaskedDistance(Experiment):
         return Finding.of(
             share.max() <= 1 + 1e-9,
             f"{len(rows)} pairs: d₂ grows by at most {growth.max():.3g}, at most "
-            f"{share.max():.1%} of the proved constant; none is above.",
+            f"{share.max():.1%} of the theorem's constant; none is above.",
         )
 
 

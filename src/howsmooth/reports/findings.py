@@ -14,10 +14,11 @@ from typing import Any
 from tokenizers.decoders import ByteLevel
 
 from howsmooth._util.common import rounded
-from howsmooth._util.guarantee import Guarantee
+from howsmooth._util.guarantee import with_guarantees
 from howsmooth._util.validation import validated
 from howsmooth.reports.growth import PowerLaw, fit_power_law, growth
 from howsmooth.reports.scan_groups import Cell, Group, Row, cell_of, kind_name
+from howsmooth.scans.scan_result import rounding_of
 
 _SLIGHT = 0.005
 """Shares this little outside of 0 … 1 count as 0 and 1."""
@@ -113,23 +114,12 @@ def readable(tokens: Sequence[str]) -> list[str]:
     return [token.replace("\r", "").replace("\n", "↵") for token in words]
 
 
-def rounding_of(what: str) -> Guarantee:
-    """The guarantee behind the rounding in cells of a kind: bounded in heads and blocks of attention, else measured.
-
-    >>> rounding_of("head").name, rounding_of("layer").name
-    ('PROVED', 'MEASURED')
-    """
-    return Guarantee.PROVED if what in ("head", "attention") else Guarantee.MEASURED
-
-
 def ends(row: Mapping[str, Any]) -> str:
-    """The two ends of a cell in words, rounded outwards."""
+    """The two ends of a cell with their guarantees, rounded outwards."""
     lower, upper, chance = row.get("lower"), row.get("upper"), row.get("confidence")
-    rounding = rounding_of(row.get("what", "head"))
-    words = [] if lower is None else [f"≥ {rounded(lower, ROUND_FLOOR)} {rounding.said()}"]
-    if upper is not None and isfinite(upper) and chance:
-        words.append(f"≤ {rounded(upper, ROUND_CEILING)} {rounding.said(chance)}")
-    return ", ".join(words)
+    below = "" if lower is None else f"≥ {rounded(lower, ROUND_FLOOR)}"
+    above = f"≤ {rounded(upper, ROUND_CEILING)}" if upper is not None and isfinite(upper) and chance else ""
+    return with_guarantees(below, above, rounding_of(row.get("what", "head")), confidence=chance or 1.0)
 
 
 def place_of(row: Row) -> str:

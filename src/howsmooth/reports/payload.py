@@ -106,7 +106,7 @@ def _pack(group: Group, rows: Sequence[Row]) -> dict[str, Any]:
         "text": group.text,
         "headline": group_headline(group),
         "kinds": {kind: kind_name(kind) for kind in group.kinds},
-        "rounding": {kind: rounding_of(kind).said() for kind in group.kinds},
+        "rounding": {kind: rounding_of(kind).words() for kind in group.kinds},
         "length": group.main_length(),
         "columns": {name: _shortened(column) for name, column in columns.items()},
         "bounds": {name: [_digits(of_row.get(name), ROUND_CEILING) for of_row in bounds] for name in names},

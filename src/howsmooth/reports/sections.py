@@ -18,6 +18,7 @@ from markupsafe import Markup
 
 from howsmooth._util.common import rounded, write_whole
 from howsmooth._util.display import render
+from howsmooth._util.guarantee import Guarantee
 from howsmooth.certificates.ball.on_ball import Ladder
 from howsmooth.errors import InvalidInput
 from howsmooth.reports.drawings import Axis, Chart, heat_map
@@ -94,6 +95,9 @@ def certificates_section(ladder: Ladder, name: str, about: str) -> str:
         about=about,
         chart=_radius_chart(ladder),
         ladder=ladder,
+        below=ladder.lower_holds.words(),
+        found=ladder.worst_holds.words(),
+        proved=Guarantee.PROVED.words(),
         **_FORMATS,
     )
 

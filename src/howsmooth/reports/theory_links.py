@@ -10,7 +10,7 @@ from howsmooth.bounds.catalogue import CATALOGUE, SCOPES
 THEORY = {
     "glossary": ("Glossary", "every word of this page in one paragraph"),
     "measuring": ("Measuring", "what σ is, and what its lower and upper ends promise"),
-    "theory/three-path": ("The three-path bound", "the proved bound at one input, called three-path here"),
+    "theory/three-path": ("The three-path bound", "the upper bound at one input, called three-path here"),
     "theory/dot-product": ("Dot-product attention", "growth like √n on bounded sets, and lower bounds"),
     "theory/mean-field": ("Mean field", "measures instead of sequences: bounds that do not grow with n"),
     "theory/l2-attention": ("L2 attention", "the attention that is Lipschitz everywhere"),

@@ -29,10 +29,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from howsmooth._util.guarantee import Guarantee
 from howsmooth._util.validation import validated
 from howsmooth.attention import AttentionMap
 from howsmooth.attention.conversion import plain_map
@@ -57,7 +59,7 @@ class OutputErrors:
         actual: the change of the head's output, its output matrix included.
         predicted: the same to first order.
         tanh, path: the two forms of the proved bound (of values: query by query, and ‖P‖₂‖δV‖_F).
-        proved: the least of them, query by query.
+        proved: the least of them, query by query; an upper end of ``actual`` whose guarantee is ``proved_holds``.
         size: of the output itself, ``(heads,)``.
     """
 
@@ -67,6 +69,7 @@ class OutputErrors:
     path: Tensor
     proved: Tensor
     size: Tensor
+    proved_holds: ClassVar[Guarantee] = Guarantee.PROVED
 
 
 @validated

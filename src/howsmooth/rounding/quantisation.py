@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from decimal import ROUND_CEILING
 from functools import lru_cache, partial
 from importlib.metadata import version
 from itertools import product
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from howsmooth._util.common import rounded
 from howsmooth._util.display import step_bar
 from howsmooth._util.ledger import Ledger
 from howsmooth._util.validation import Count, Device, PlainText, Seed, validated
@@ -26,7 +28,7 @@ from howsmooth.models.open_source import Dtype
 from howsmooth.rounding.allocation import Allocation, Unit, allocate, check_budget, first_and_last, uniform
 from howsmooth.rounding.kv_cache import PARTS
 from howsmooth.rounding.number_formats import Format, parse_formats
-from howsmooth.rounding.output_error import output_errors
+from howsmooth.rounding.output_error import OutputErrors, output_errors
 from howsmooth.rounding.rounded_model import (
     RoundedModel,
     Scores,
@@ -39,6 +41,8 @@ Choices = Mapping[str, Allocation | None]
 Tensors = dict[str, Tensor]
 ERRORS = ("actual", "predicted", "tanh", "path", "proved")
 Step = Callable[[str], None]
+_SHOWN = 8
+"""Maximum number of rows that a text shows."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +79,12 @@ class Check:
         return math.exp(sum(self.loss) / len(self.loss)) if self.loss else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Quantisation:
     """The effect of rounding on a model and a text.
+
+    ``actual`` changes are measured; first orders, damages and allocations are estimates; the bounds ``proved`` are
+    upper ends of the actual changes, with the guarantee `OutputErrors.proved_holds`.
 
     Attributes:
         model, precision: names to show.
@@ -96,6 +103,15 @@ class Quantisation:
     errors: dict[str, Tensor]
     scores: Scores
     checks: tuple[Check, ...] = ()
+
+    def __repr__(self) -> str:
+        lines = [
+            f"{row['format']} {row['what']}s: {self.damage_name} ≈ {rounded(row['kl'], digits=3)}, change of heads ≤ "
+            f"{rounded(row['proved'], ROUND_CEILING, 3)} × actual in the median, {OutputErrors.proved_holds.words()}"
+            for row in self.totals()[:_SHOWN]
+        ]
+        more = 2 * len(self.formats) - _SHOWN
+        return "\n".join([f"{self.model}: rounded keys and values", *lines, *[f"… {more} more rows"] * (more > 0)])
 
     @property
     def damage_name(self) -> str:
@@ -142,6 +158,7 @@ class Quantisation:
                     name: float(self.errors[name][layer, part, form, head])
                     for name in ("actual", "predicted", "proved")
                 },
+                "proved_holds": OutputErrors.proved_holds.name.lower(),
                 "size": float(self.errors["size"][layer, head]),
                 "kl": float(damage[layer, part, form, head]),
                 "kl_error": float(error[layer, part, form, head]),

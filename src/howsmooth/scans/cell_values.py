@@ -1,4 +1,4 @@
-"""The values of a cell: the measured norm with its ends, proved bounds, and the paths that explain it.
+"""The values of a cell: the measured norm with its ends, upper bounds, and the paths that explain it.
 
 The memory of a window is checked by its size before the model reads it, and refused in one sentence when it runs out.
 """

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from howsmooth._util.display import grid
+from howsmooth._util.guarantee import Guarantee
 from howsmooth._util.validation import check_positive, validated
 from howsmooth.errors import InvalidInput
-from howsmooth.scans.scan_result import CELL, Scan
+from howsmooth.scans.scan_result import CELL, Scan, rounding_of
 from howsmooth.scans.scan_store import StoreRow
 
 _IN_NOTEBOOK = 20
@@ -74,9 +75,15 @@ class Change:
         """The factor by which σ has changed at least: 1 where it may not have changed at all."""
         return self.least if self.least > 1 else min(self.most, 1.0)
 
+    @property
+    def guarantee(self) -> Guarantee:
+        """The guarantee of both ends of the ratio, apart from the probability of the upper ends of the values."""
+        return rounding_of(self.place.what)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and texts; None where a ratio has no bound."""
         plain = asdict(self) | {"values": list(self.values), "certain": self.certain}
+        plain |= {"guarantee": self.guarantee.name.lower()}
         plain |= {"before": self.before, "after": self.after, **plain.pop("place")._asdict()}
         return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in plain.items()}
 
@@ -190,7 +197,7 @@ def compare(*scans: Scan | Path | str, names: Sequence[str] | None = None, limit
 
 
 def _said(change: Change) -> str:
-    return f"{change.ratio:.3g} (at least {change.least:.3g}, at most {change.most:.3g})"
+    return f"{change.ratio:.3g} (at least {change.least:.3g}, at most {change.most:.3g}, {change.guarantee.words()})"
 
 
 def _importance(change: Change) -> tuple[float, float]:

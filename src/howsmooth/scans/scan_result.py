@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from howsmooth._util.common import spreadsheet_safe
 from howsmooth._util.display import LARGEST_FRAME, frame, grid
+from howsmooth._util.guarantee import Guarantee
 from howsmooth._util.optional_deps import need
 from howsmooth._util.sqlite_files import MEMORY
 from howsmooth._util.validation import validated
@@ -23,7 +24,18 @@ if TYPE_CHECKING:
     import pandas
 
 _IN_NOTEBOOK = 20
+_MODELLED = ("head", "attention")
 CELL = tuple(each.name for each in fields(ScanCell))
+
+
+def rounding_of(what: str) -> Guarantee:
+    """The guarantee of both ends in cells of a kind, apart from the probability of the upper one: rounding is modelled
+    in heads and blocks of attention, and measured in everything else.
+
+    >>> rounding_of("head").name, rounding_of("layer").name
+    ('MODELLED', 'MEASURED')
+    """
+    return Guarantee.MODELLED if what in _MODELLED else Guarantee.MEASURED
 
 
 class Shares(Mapping[tuple[Any, ...], list[float]]):
@@ -79,7 +91,8 @@ class Scan:
     """Measured cells.
 
     Attributes:
-        rows: one flat dictionary per cell; ``bounds`` is a dictionary by name, None for a bound that overflows.
+        rows: one flat dictionary per cell; ``bounds`` is a dictionary by name, None for a bound that overflows;
+            ``lower_holds`` and ``upper_holds`` name the guarantees of the ends (`rounding_of`).
         tokens: (model, text_sha256, length, window) → the tokens of the window; also under (model, length, window)
             where the model has read one text only.
         energies: (model, text_sha256, layer, head, length, window) → the share of each token in the worst direction of
@@ -109,7 +122,7 @@ class Scan:
         """The cells of an open store: all, those of one scan by its number, or of those the ones that are asked for."""
         in_memory = store.path == MEMORY
         lengths = None if asked is None else {cell.length for cell in asked}
-        rows = store.rows(scan, lengths, energies=in_memory)
+        rows = [_with_guarantees(row) for row in store.rows(scan, lengths, energies=in_memory)]
         if asked is not None:
             rows = [row for row in rows if ScanCell(*(row[name] for name in CELL)) in asked]
         scans = store.scans(scan)
@@ -193,6 +206,11 @@ class Scan:
 
     def _flat(self) -> list[StoreRow]:
         return [row | {"bounds": json.dumps(row["bounds"])} for row in self.rows]
+
+
+def _with_guarantees(row: StoreRow) -> StoreRow:
+    held = rounding_of(row["what"]).name.lower()
+    return row | {"lower_holds": held, "upper_holds": held}
 
 
 def _cell_text(value: Any) -> str:

@@ -1,6 +1,6 @@
 r"""ℓ2 attacks on a classifier: the smallest move found that changes a class, and the worst found inside a ball.
 
-Both are upper bounds on what can be certified. *Minimal norm*: decoupled direction and norm [1]_; δ follows the unit
+Both are upper bounds on every proved radius. *Minimal norm*: decoupled direction and norm [1]_; δ follows the unit
 gradient of the margin m = logit of the label − largest other, its length shrinks by a factor where the class has
 changed and grows where it has not. *Projected gradient*: unit steps down the margin in the ball, from random starts.
 

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth._util.common import rounded
+from howsmooth._util.display import printed
+from howsmooth._util.guarantee import Guarantee
 from howsmooth._util.optional_deps import need
 from howsmooth._util.validation import Positive, Seed, Size, validated
 from howsmooth.attention import AttentionMap, as_attention_map
@@ -56,7 +58,8 @@ def tightest_upper(f: Function, n: int, over: InputSet, *, norm: float = 2, head
     if least is None:
         return None
     bound, value = least
-    return BoundRow(bound.name, float(value), "upper", norm, bound.scope, bound.reference, bound.statement, head=head)
+    facts = (norm, bound.scope, bound.reference, bound.statement)
+    return BoundRow(bound.name, float(value), "upper", *facts, head=head, guarantee=bound.guarantee(head is not None))
 
 
 def not_passed(upper: BoundRow | None, reached: float) -> BoundRow | None:
@@ -102,8 +105,18 @@ class SandwichCell:
 
     @property
     def lower(self) -> float:
-        """L: the norm of the Jacobian at the witness."""
-        return self.witness.value
+        """L: the lower end of the norm of the Jacobian at the witness."""
+        return self.witness.lower
+
+    @property
+    def lower_holds(self) -> Guarantee:
+        """The guarantee of the lower end."""
+        return self.witness.lower_holds
+
+    @property
+    def upper_holds(self) -> Guarantee | None:
+        """The guarantee of the upper end; None when no theorem applies."""
+        return None if self.upper is None else self.upper.guarantee
 
     @property
     def start(self) -> str:
@@ -131,10 +144,13 @@ class SandwichCell:
             "over": self.over.describe(),
             "norm": "inf" if math.isinf(self.witness.norm) else int(self.witness.norm),
             "head": self.witness.head,
+            "value": self.witness.value,
             "lower": self.lower,
+            "lower_holds": self.lower_holds.name.lower(),
             "start": self.start,
             "stopped": self.witness.stopped,
             "upper": upper.get("value"),
+            "upper_holds": upper.get("guarantee"),
             "vacuous": upper.get("vacuous", False),
             "bound": upper.get("name"),
             "scope": upper.get("scope"),
@@ -191,11 +207,16 @@ class Sandwich(Sequence[SandwichCell]):
             shown.add_column(name, justify="right" if name in ("n", "ratio") else "left")
         for cell in self.cells:
             centre = "" if cell.centre is None else f"≈ {rounded(cell.centre, digits=4)}"
-            upper = "none applies" if cell.upper is None else f"{cell.upper.written} ({cell.upper.name})"
+            upper = "none applies"
+            if cell.upper is not None:
+                upper = f"{cell.upper.written}, {cell.upper.guarantee.words()} ({cell.upper.name})"
             ratio = "–" if cell.ratio is None else rounded(cell.ratio, ROUND_CEILING, 3)
-            lower = f"≥ {rounded(cell.lower, ROUND_FLOOR, 4)} ({cell.start})"
+            lower = f"≥ {rounded(cell.lower, ROUND_FLOOR, 4)}, {cell.lower_holds.words()} ({cell.start})"
             shown.add_row(str(cell.n), str(cell.over), *[centre] * near, lower, upper, ratio)
         return shown
+
+    def __repr__(self) -> str:
+        return printed(self.__rich__())
 
 
 Progress = Callable[[str, float, int, float], None]
@@ -278,7 +299,7 @@ def sandwich(
                     executor=workers,
                 )
                 centre = None if region.x is None else float(norm_at(alone, region.x, norm))
-                cells.append(SandwichCell(n, region, witness, not_passed(upper, witness.value), centre, file))
+                cells.append(SandwichCell(n, region, witness, not_passed(upper, witness.lower), centre, file))
                 if witness.stopped == "interrupted":
                     raise KeyboardInterrupt
     except KeyboardInterrupt:

@@ -11,13 +11,14 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from decimal import ROUND_FLOOR
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from howsmooth._util.checksummed import Damaged, checksummed_bytes, read_checksummed, read_json
-from howsmooth._util.common import write_whole
+from howsmooth._util.common import rounded, write_whole
 from howsmooth._util.display import card
 from howsmooth._util.guarantee import Guarantee
 from howsmooth._util.validation import (
@@ -43,14 +44,14 @@ _STORY = {"value", "head", "over", "start", "seed", "steps", "seconds", "stopped
 _MEASUREMENT = {"norm", "value", "lower", "upper", "confidence", "converged", "products", "method", "dtype", "seconds"}
 _MEASUREMENT |= {"values", "residuals", "notes"}
 _HOLDS = {"lower_holds", "upper_holds"}
-"""The guarantees of the ends; where they are missing nothing is taken for proved."""
+"""The guarantees of the ends; where they are missing, rounding counts as measured."""
 _GUARANTEES = {each.name.lower(): each for each in Guarantee}
 Stopped = Literal["steps", "seconds", "interrupted", "settled", "running"]
 
 
 @dataclass(frozen=True, eq=False)
 class Witness:
-    """An input on which a map is rough: ``value`` is a lower bound on its Lipschitz constant over the set.
+    """An input on which a map is rough: the Lipschitz constant over the set is at least ``lower``.
 
     Attributes:
         x: the input, ``(n, d)``, float64.
@@ -83,14 +84,27 @@ class Witness:
     ids: Tensor | None = None
     source: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def lower(self) -> float:
+        """The lower end of the measurement at x, and so of the constant over the set."""
+        return float(self.measurement.lower)
+
+    @property
+    def lower_holds(self) -> Guarantee:
+        """The guarantee of the lower end."""
+        return self.measurement.lower_holds
+
     def __repr__(self) -> str:
         n, d = self.x.shape
         norm = "‖J‖_∞" if self.norm == math.inf else "‖J‖₂"
-        return f"Witness({norm} = {self.value:.6g} at {n} × {d}, from {self.start!r}, {self.steps} steps)"
+        end = f"≥ {rounded(self.lower, ROUND_FLOOR)}, {self.lower_holds.words()}"
+        return f"Witness({norm} = {self.value:.6g} ({end}) at {n} × {d}, from {self.start!r}, {self.steps} steps)"
 
     def _repr_html_(self) -> str:
         facts = [("over", str(self.over.get("set", "the set"))), ("from", self.start), ("ended by", self.stopped)]
-        return card(repr(self), facts, ["A lower bound on the Lipschitz constant over the set: this input attains it."])
+        return card(
+            repr(self), facts, ["The lower end holds for the Lipschitz constant over the set: this input attains it."]
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file, all of it or nothing.

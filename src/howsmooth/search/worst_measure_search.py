@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from howsmooth._util.guarantee import Guarantee
 from howsmooth._util.validation import Count, Seed, validated
 from howsmooth.attention import AttentionMap, LogitBias, as_attention_map
 from howsmooth.attention.masks import Maps
@@ -51,7 +52,7 @@ class MeasureWitness:
 
     Attributes:
         measure: atoms and weights; with positions under a mask.
-        value: the local constant there, rounded down.
+        value: the lower end of the local constant there.
         constant: both of its parts, with vectors.
         over: the set, in plain Python.
         start: the start that won.
@@ -69,6 +70,11 @@ class MeasureWitness:
     steps: int
     seconds: float
     stopped: str
+
+    @property
+    def lower_holds(self) -> Guarantee:
+        """The guarantee of ``value``."""
+        return self.constant.lower_holds
 
     def tokens(self, n: int) -> Tensor:
         """n tokens distributed like the measure as nearly as they can, ``(n, d)``, in the order of the atoms.

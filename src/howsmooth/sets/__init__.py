@@ -1,4 +1,4 @@
-"""Sets of inputs: the places where a map is bounded, searched and certified, one noun for every ``over=``.
+"""Sets of inputs: the places where a map is bounded, searched and proved about, one noun for every ``over=``.
 
 Read `input_sets` first: `InputSet` and its subclasses `Ball`, `Sphere`, `Normalised`, `Everywhere` and `Tokens`
 (sequences of given tokens); then `near_sets` (`Point`, `Around` and `Box`: inputs near a given one; `SetText`: the

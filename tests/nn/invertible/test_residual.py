@@ -54,7 +54,7 @@ class Kinked(nn.Module):
         return self.c
 
 
-def certified_blocks() -> dict[str, InvertibleResidual]:
+def blocks_by_theorem() -> dict[str, InvertibleResidual]:
     torch.manual_seed(0)
     past = torch.ones(7, 7, dtype=torch.bool).tril()
     return {
@@ -76,7 +76,7 @@ def certified_blocks() -> dict[str, InvertibleResidual]:
     }
 
 
-BLOCKS = list(certified_blocks())
+BLOCKS = list(blocks_by_theorem())
 
 
 def steep(block: InvertibleResidual) -> InvertibleResidual:
@@ -91,12 +91,12 @@ def steep(block: InvertibleResidual) -> InvertibleResidual:
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize("accelerate", [True, False])
 def test_inverse_is_found_and_its_error_is_below_the_bound(name: str, accelerate: bool) -> None:
-    block = steep(certified_blocks()[name].double())
+    block = steep(blocks_by_theorem()[name].double())
     x = torch.randn(5, 7, 6, dtype=torch.float64) * torch.tensor([0.1, 1.0, 3.0, 10.0, 100.0])[:, None, None]
     with torch.no_grad():
         found = block.inverse(block(x), accelerate=accelerate)
     errors = found.contraction.size(found.x - x)
-    assert found.certified
+    assert found.by_theorem
     assert bool(found.converged.all())
     assert bool((errors <= found.error_bound).all())
     assert bool((found.error_bound <= 1e-11 * found.contraction.size(x) + 1e-11).all())
@@ -105,7 +105,7 @@ def test_inverse_is_found_and_its_error_is_below_the_bound(name: str, accelerate
 @pytest.mark.parametrize("name", BLOCKS)
 def test_float32_error_bound_covers_rounding(name: str) -> None:
     """Truth: the inverse of the same y under the same weights in float64."""
-    block = steep(certified_blocks()[name])
+    block = steep(blocks_by_theorem()[name])
     y = 10 * torch.randn(8, 7, 6)
     with torch.no_grad():
         rough = block.inverse(y)
@@ -199,7 +199,7 @@ def test_gradients_of_the_inverse_pass_gradcheck(branch: Callable[[], nn.Module]
 
 
 def test_gradient_of_the_inverse_is_the_dense_inverse_jacobian() -> None:
-    block = steep(certified_blocks()["attention"].double())
+    block = steep(blocks_by_theorem()["attention"].double())
     x = torch.randn(5, 6, dtype=torch.float64)
     y = block(x).detach().requires_grad_()
     u = torch.randn(5, 6, dtype=torch.float64)
@@ -245,8 +245,8 @@ def test_dot_product_attention_is_refused_with_the_reason(case: str) -> None:
         InvertibleResidual(attention, **options)  # type: ignore[arg-type]
 
 
-def test_what_has_no_certificate_is_refused() -> None:
-    with pytest.raises(hs.InvalidInput, match="no certificate"):
+def test_what_has_no_known_constant_is_refused() -> None:
+    with pytest.raises(hs.InvalidInput, match="no known constant"):
         InvertibleResidual(nn.Linear(3, 3))
     with pytest.raises(hs.InvalidInput, match="at least 0 and below 1"):
         InvertibleResidual(Linear(torch.eye(2) / 2), coefficient=1.0)
@@ -256,7 +256,7 @@ def test_what_has_no_certificate_is_refused() -> None:
         InvertibleResidual(Linear(torch.eye(2) / 2), coefficient=0.3)
     with pytest.raises(hs.InvalidInput, match="needs the coefficient"):
         InvertibleResidual(Linear(torch.eye(2)), trust=True)
-    with pytest.raises(hs.DoesNotApply, match="not certified"):
+    with pytest.raises(hs.DoesNotApply, match="no theorem"):
         InvertibleResidual(L2Attention(8, 2)).inverse(torch.randn(500, 8))
     with pytest.raises(hs.InvalidInput, match="mask is for attention"):
         InvertibleResidual(ContractiveMLP(3, 4), mask="causal")
@@ -294,7 +294,7 @@ def test_trusted_coefficients_make_conditional_bounds() -> None:
     x = torch.randn(2, 20, 8, dtype=torch.float64)
     with torch.no_grad():
         found = block.inverse(block(x))
-    assert not found.certified
+    assert not found.by_theorem
     torch.testing.assert_close(found.x, x, rtol=0, atol=1e-10)
 
 
@@ -370,7 +370,7 @@ def test_solver_reports_divergence_without_nan() -> None:
     grow = solve_fixed_point(
         lambda x, index: 1e200 * x * x + 1,
         torch.full((1, 1), 10.0, dtype=torch.float64),
-        contraction=Contraction(1 - 1e-9, certified=False),
+        contraction=Contraction(1 - 1e-9, by_theorem=False),
         scale=torch.ones(1),
         max_iterations=5,
     )
@@ -418,7 +418,7 @@ def test_evidence_of_inversion_holds_on_a_smaller_sample() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "largest"), [(torch.float64, 8.0), (torch.float32, 4.5)])
-def test_certified_bounds_hold_where_large_weights_round_the_logits(dtype: torch.dtype, largest: float) -> None:
+def test_bounds_hold_where_large_weights_round_the_logits(dtype: torch.dtype, largest: float) -> None:
     """Inverses of the same tokens in two orders, and the inverse in 60 digits; and none is refused."""
     for seed in (*range(8), 55, 81, 89):
         apart, off, _ = inversion.Steep.drawn(seed, largest, dtype).ratios()
@@ -434,7 +434,7 @@ def test_the_true_constant_is_not_called_wrong_where_rounding_moves_the_map() ->
         block = steep.block()
         with torch.no_grad():
             found = block.inverse(block(steep.x))
-        assert found.certified
+        assert found.by_theorem
         assert float((found.x - steep.x).norm()) <= float(found.error_bound) + 1e-6
 
 

@@ -195,7 +195,7 @@ def test_the_mask_of_documents_is_made_of_the_tokens_that_are_seen() -> None:
 
 
 def test_what_is_promised_to_contract_must() -> None:
-    with pytest.raises(InvalidInput, match="no certified constant below one"):
+    with pytest.raises(InvalidInput, match="no known constant below one"):
         TrainingSettings(attention="l2", blocks="contractive")
     with pytest.raises(InvalidInput, match="0 < coefficient < 1"):
         TrainingSettings(attention="contractive-2", coefficient=1.0)

@@ -10,12 +10,13 @@ Proof: docs/theory/certificates-ball.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from howsmooth._util.guarantee import Guarantee, weakest
 from howsmooth._util.torch_globals import full_precision
 from howsmooth._util.validation import NotNegative, check_count, check_finite, check_tensor, validated
 from howsmooth.attention import AttentionMap
@@ -60,7 +61,7 @@ def _enclosures(here: Sequence[Enclosure], at: HeadsAt, moves: Tensor, balls: Se
     """The ends on the ball; the lower ends are those at the input."""
     uppers, methods = upper_ends(at, moves, balls, torch.tensor([head.upper for head in here], dtype=torch.float64))
     ends = zip(here, uppers.tolist(), methods, strict=True)
-    return [Enclosure(head.lower, max(upper, head.upper), method) for head, upper, method in ends]
+    return [replace(head, upper=max(upper, head.upper), method=method) for head, upper, method in ends]
 
 
 def upper_ends(at: HeadsAt, moves: Tensor, balls: Sequence[HeadBall], here: Tensor) -> tuple[Tensor, list[str]]:
@@ -86,8 +87,8 @@ def enclose_block_around(at: HeadsAt, moves: Tensor) -> Enclosure:
     together = (block.upper + _block_change(balls, at)) * (1 + gamma(2))
     apart = norm_of_head_sum(at.map, [head.upper for head in heads])
     if together <= apart:
-        return Enclosure(block.lower, together, "from the input")
-    return Enclosure(block.lower, max(apart, block.upper), sum_of_heads(heads))
+        return replace(block, upper=together, method="from the input")
+    return replace(block, upper=max(apart, block.upper), method=sum_of_heads(heads))
 
 
 def _block_change(balls: Sequence[HeadBall], at: HeadsAt) -> float:
@@ -205,8 +206,9 @@ class Ladder:
 
     Attributes:
         radii: of the balls, growing. norm: the mean length of a token. steps: of each search.
-        measured: proved lower end at the input, per head.
-        worst: the largest value found in each ball, ``[radius][head]``. certified: the proved upper end, likewise.
+        measured: lower end at the input, per head.
+        worst: the largest lower end found in each ball, ``[radius][head]``. certified: the proved upper end, likewise.
+        lower_holds: the guarantee of ``measured``. worst_holds: that of ``worst``.
     """
 
     radii: tuple[float, ...]
@@ -215,6 +217,8 @@ class Ladder:
     measured: list[float]
     worst: list[list[float]]
     certified: list[list[float]]
+    lower_holds: Guarantee = Guarantee.PROVED
+    worst_holds: Guarantee = Guarantee.MODELLED
 
     @property
     def ratios(self) -> list[list[float]]:
@@ -239,7 +243,7 @@ def ladder(
 ) -> Ladder:
     """Every head on balls in which each token moves by at most the radius: measured ≤ worst found ≤ certified.
 
-    sup ‖J‖ over the ball is at least the proved lower end at the input and the maximum that a search finds in the ball,
+    sup ‖J‖ over the ball is at least the lower end at the input and the maximum that a search finds in the ball,
     and at most the certificate. Balls grow with the radius, so a value found in one counts in all larger ones.
 
     >>> import torch, howsmooth as hs
@@ -258,6 +262,7 @@ def ladder(
         certified.append([head.upper for head in enclose_heads_around(at, move_radii(len(x), radius, None), here)])
         over = Around(x, radius)
         search = partial(worst_case, attention, over=over, start=x, starts=1, steps=steps, constructions=False)
-        worst.append([max(found, search(head=head).value) for head, found in enumerate(worst[-1])])
+        worst.append([max(found, search(head=head).lower) for head, found in enumerate(worst[-1])])
     norm = float(x.norm(dim=-1).mean())
-    return Ladder(tuple(radii), norm, steps, worst[0], worst[1:], certified)
+    below = weakest(*(head.lower_holds for head in here))
+    return Ladder(tuple(radii), norm, steps, worst[0], worst[1:], certified, below)

@@ -1,8 +1,8 @@
-"""Proved lower and upper ends of the largest singular value of a Jacobian at one input.
+"""Lower and upper ends of the largest singular value of a Jacobian at one input.
 
 The Gram matrix JJᵀ is factored up to `CHOLESKY` outputs and deflated up to `DEFLATION`; beyond that the three-path
-bound is the upper end. With ‖J − Ĵ‖ ≤ η and ‖Ĝ − ĴĴᵀ‖ ≤ ρ: ‖J‖ ≤ (‖Ĝ‖ + ρ)^½ + η and ‖J‖ ≥ (uᵀĜu − ρ)^½ − η for every
-unit u.
+bound is the upper end, and the lower end is measured, not proved. With ‖J − Ĵ‖ ≤ η and ‖Ĝ − ĴĴᵀ‖ ≤ ρ:
+‖J‖ ≤ (‖Ĝ‖ + ρ)^½ + η and ‖J‖ ≥ (uᵀĜu − ρ)^½ − η for every unit u.
 
 Proof: docs/theory/certificates-point.md.
 """
@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from howsmooth._util.guarantee import Guarantee
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds.point_bounds import three_path_of
 from howsmooth.certificates.point.head_gram import HeadBlocks, HeadsAt, StackedHeads
@@ -44,15 +45,20 @@ _POWERS = (0.0, 0.25, 0.5)
 
 @dataclass(frozen=True)
 class Enclosure:
-    """Proved ends of ‖J‖, and the method of the proof."""
+    """Ends of ‖J‖, the upper one proved, and the method of its proof.
+
+    ``lower_holds`` is the guarantee of the lower end: PROVED from a Gram matrix; MODELLED where maps are too large for
+    one, or their logits too large for float64, and the lower end is that of a measurement.
+    """
 
     lower: float
     upper: float
     method: str
+    lower_holds: Guarantee = Guarantee.PROVED
 
     def times(self, unit: float) -> Enclosure:
         """The ends of a map that is larger by a power of two."""
-        return Enclosure(self.lower * unit, self.upper * unit, self.method)
+        return replace(self, lower=self.lower * unit, upper=self.upper * unit)
 
 
 def expected_seconds(attention: AttentionMap, n: int) -> float:
@@ -134,8 +140,8 @@ def _unit(heads: Sequence[HeadBlocks]) -> float:
 
 def _sum_of_heads(at: HeadsAt, heads: Sequence[Enclosure] | None) -> Enclosure:
     heads = enclose_heads(at) if heads is None else heads
-    upper, lower = norm_of_head_sum(at.map, [head.upper for head in heads]), float(measure(at.map, at.x).lower)
-    return Enclosure(lower, upper, sum_of_heads(heads))
+    upper, found = norm_of_head_sum(at.map, [head.upper for head in heads]), measure(at.map, at.x)
+    return Enclosure(float(found.lower), upper, sum_of_heads(heads), found.lower_holds)
 
 
 def sum_of_heads(heads: Sequence[Enclosure]) -> str:
@@ -185,8 +191,9 @@ def range_bases(matrices: Tensor) -> Tensor:
 
 def _three_path(at: HeadsAt) -> list[Enclosure]:
     upper = torch.cat([three_path_of(group) for (group,) in at.groups()])
-    lower = measure_heads(at.map, at.x).lower
-    return [Enclosure(float(a), float(b), "three paths") for a, b in zip(lower, upper, strict=True)]
+    found = measure_heads(at.map, at.x)
+    ends = zip(found.lower.tolist(), upper.tolist(), strict=True)
+    return [Enclosure(*both, "three paths", found.lower_holds) for both in ends]
 
 
 def norm_of_head_sum(attention: AttentionMap, norms: Sequence[float]) -> float:

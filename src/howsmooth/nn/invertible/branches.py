@@ -125,7 +125,7 @@ class Branch(nn.Module, ABC):
 
     @abstractmethod
     def lipschitz_bound(self, n: int, norm: float = 2) -> Tensor | float:
-        """Return a proved upper bound for n tokens, in the norm 2 or inf of the flat sequence; or `DoesNotApply`."""
+        """Return an upper bound for n tokens, in the norm 2 or inf of the flat sequence; or `DoesNotApply`."""
 
     def reach_at(self, n: int) -> BranchReach:
         """Return the reach on sequences of n tokens."""
@@ -298,7 +298,7 @@ def as_branch(f: nn.Module, mask: Mask = None, *, trust: bool = False) -> Branch
     if callable(getattr(f, "lipschitz_bound", None)) or (trust and isinstance(f, nn.Module)):
         return _CustomBranch(f)
     raise InvalidInput(
-        f"{type(f).__name__} has no certificate: a branch needs lipschitz_bound(n), a proved bound on its Lipschitz "
+        f"{type(f).__name__} has no known constant: a branch needs lipschitz_bound(n), an upper bound on its Lipschitz "
         "constant, like that of ContractiveL2Attention and ContractiveMLP."
     )
 
@@ -339,7 +339,7 @@ class ContractiveMLP(Branch):
     """c · W_k a(… a(W_1x + b_1) …) + b_k on every token, with a Lipschitz constant of at most c.
 
     **In training** with norm 2 spectral norms are lower estimates from a warm-started iteration: the constant may
-    exceed c slightly. **At evaluation** they are exact. `lipschitz_bound` is a proof in either
+    exceed c slightly. **At evaluation** they are exact. `lipschitz_bound` is an upper bound in either
     mode. In the ∞-norm the norms (largest absolute row sums) are always exact.
 
     Args:

@@ -1,4 +1,4 @@
-r"""Fixed points of contractions, one per item of a batch, with a proved bound on the remaining error.
+r"""Fixed points of contractions, one per item of a batch, with a bound on the remaining error.
 
 Let T be a contraction, :math:`|T(a)-T(b)| \le c|a-b|` with c < 1. It has one fixed point x*, and (Banach 1922) at any x̂
 
@@ -40,12 +40,12 @@ class Contraction:
     """|T(a) − T(b)| ≤ coefficient·|a − b|, coefficient < 1, in a norm: 2, 1 or inf of an item seen as one vector.
 
     Attributes:
-        certified: whether that is proved; otherwise it is the user's assumption.
+        by_theorem: whether a theorem says so, its constant evaluated in float64; otherwise it is the user's assumption.
     """
 
     coefficient: float
     norm: float = 2
-    certified: bool = True
+    by_theorem: bool = True
 
     @property
     def dual(self) -> Contraction:
@@ -125,7 +125,7 @@ def solve_fixed_point(
     rounding_of: RoundingBound = rounding_bound or (lambda points: points.new_zeros(len(points)))
     rounded = rounding_of(start)  # about its final value
 
-    def certified(points: Tensor, residual: Tensor, magnitude: Tensor) -> tuple[Tensor, Tensor]:
+    def error_bounds(points: Tensor, residual: Tensor, magnitude: Tensor) -> tuple[Tensor, Tensor]:
         """Return error bounds, and their part from rounding."""
         rounding = rounding_of(points) + ROUNDING_UNITS * eps * magnitude
         return (c * residual * (1 + places * eps) + rounding) / (1 - c), rounding / (1 - c)
@@ -148,7 +148,7 @@ def solve_fixed_point(
         aim = torch.maximum(wanted, floor) if tolerance is None else wanted  # as far as rounding allows
         done = better & (remaining <= aim)
         if bool(done.any()):
-            bound, rounding = certified(work.point, residual, magnitude)
+            bound, rounding = error_bounds(work.point, residual, magnitude)
             done &= bound <= (torch.maximum(wanted, 2 * rounding) if tolerance is None else wanted)
             answer.error_bound[work.index[done]] = bound[done]
             answer.converged[work.index[done]] = True
@@ -159,7 +159,7 @@ def solve_fixed_point(
         work.select(~(done | failed))
     late = ~answer.converged & torch.isfinite(answer.residual)
     if bool(late.any()):
-        bound, rounding = certified(made_from[late], answer.residual[late], size(answer.x[late]) + scale[late])
+        bound, rounding = error_bounds(made_from[late], answer.residual[late], size(answer.x[late]) + scale[late])
         answer.error_bound[late] = bound
         if tolerance is None:  # only rounding remains
             answer.converged[late] = bound <= 2 * rounding

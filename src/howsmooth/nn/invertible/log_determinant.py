@@ -20,7 +20,7 @@ never more than :math:`N c^{K+1}/((K+1)(1-c))`, N = nd, and in practice far less
 variance in one direction, :math:`A = auu^\top`: samples are then χ² with one degree of freedom (for
 Gaussian u·v), and the variance is underestimated together with the value. Bars are wide enough for that. All m samples
 can be alike, though the variance is not 0, with a probability of :math:`2^{1-m}`; beyond that confidence only the
-proved limits :math:`N\log(1-c) \le \log|\det(I+J)| \le N\log(1+c)` are given.
+limits :math:`N\log(1-c) \le \log|\det(I+J)| \le N\log(1+c)` are given.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class LogDeterminant:
     Attributes:
         value: ``(batch,)``, differentiable.
         standard_error: ``(batch,)`` of the mean over samples, or a bound on it when that is larger; 0 when exact.
-        truncation: ``(batch,)`` proved bound on the truncation error of the mean; 0 when exact.
+        truncation: ``(batch,)`` bound on the truncation error of the mean; 0 when exact.
         method: "blocks", "dense", "series" or "roulette".
         samples: number of random vectors.
-        limit: ``(batch,)`` proved bound on the error for all samples; None when there is none.
+        limit: ``(batch,)`` bound on the error for all samples; None when there is none.
     """
 
     value: Tensor
@@ -77,7 +77,7 @@ class LogDeterminant:
         """Return half the width of an interval that contains the value with this probability, truncation included.
 
         Not a theorem, but tested on the worst known case; with m samples, 2^(1−m) > 1 − confidence, and where it is
-        narrower, it is the proved ``limit``.
+        narrower, it is the ``limit``.
         """
         check_fraction(confidence, "confidence")
         if self.exact:
@@ -127,7 +127,7 @@ def log_determinant(
         method: "auto" chooses "blocks" without dependence on later tokens, "dense" up to 256 coordinates or "series".
         contraction: returns the contraction constant of the branch, for the series.
         samples: random vectors of "series" and "roulette".
-        tolerance: the series is truncated when the proved bound on the remainder is below this many nats.
+        tolerance: the series is truncated when the bound on the remainder is below this many nats.
         generator: for the random vectors; torch's own by default.
     """
     check_one_of(method, METHODS, "method")

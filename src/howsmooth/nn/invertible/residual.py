@@ -40,7 +40,7 @@ class Inversion(FixedPoint):
     """The x with g(x) = y, item by item; fields as in `FixedPoint` (without a batch axis when y has none).
 
     Attributes:
-        contraction: basis of the error bound, which is a theorem when ``contraction.certified``. Otherwise it holds if
+        contraction: basis of the error bound, which is a theorem when ``contraction.by_theorem``. Otherwise it holds if
             the given coefficient is right and, for a custom branch with operations unknown to
             `invertible.running_error`, if their rounding is a few units in the last place of |x| + |y|.
     """
@@ -48,21 +48,21 @@ class Inversion(FixedPoint):
     contraction: Contraction
 
     @property
-    def certified(self) -> bool:
-        """Return whether the error bound is proved."""
-        return self.contraction.certified
+    def by_theorem(self) -> bool:
+        """Return whether the error bound rests on theorems alone, and not on a coefficient that was trusted."""
+        return self.contraction.by_theorem
 
 
 class InvertibleResidual(nn.Module):
-    """y = x + f(x) with its inverse and log-determinant, for f with a certified Lipschitz constant c < 1.
+    """y = x + f(x) with its inverse and log-determinant, for f with a known Lipschitz constant c < 1.
 
     Args:
         f: a layer of `howsmooth.nn` with a global bound, `ContractiveMLP`, `ScaledBranch`, `ComposedBranch`, or any
             module with ``lipschitz_bound(n)``. Dot-product attention is refused: it has no Lipschitz constant.
         coefficient: the required c; by default the bound of f for the given number of tokens.
         mask: of an attention layer: None, "causal", booleans (True = may look), or a `LogitBias`.
-        norm: 2 or inf; by default 2, or inf when c < 1 is certified only there.
-        trust: assume ``coefficient`` where f certifies none so small. Error bounds are then conditional, and two
+        norm: 2 or inf; by default 2, or inf when c < 1 is known only there.
+        trust: assume ``coefficient`` where no theorem gives one so small. Error bounds are then conditional, and two
             iterates that contradict it raise an error.
 
     >>> import howsmooth as hs
@@ -117,7 +117,7 @@ class InvertibleResidual(nn.Module):
             return Contraction(self.coefficient, 2 if self.norm is None else self.norm, False)
         wanted = "below 1" if self.coefficient is None else f"at most {self.coefficient:g}"
         raise DoesNotApply(
-            f"the branch is not certified to have a Lipschitz constant {wanted} ({'; '.join(reasons)}): scale it down, "
+            f"no theorem gives the branch a Lipschitz constant {wanted} ({'; '.join(reasons)}): scale it down, "
             "or pass coefficient and trust=True for an inverse whose error bound is conditional."
         )
 
@@ -150,7 +150,7 @@ class InvertibleResidual(nn.Module):
             options = {"tolerance": tolerance, "max_iterations": max_iterations, "memory": memory}
             rounding_bound = self._allowance(fixed, contraction)
             if rounding_bound is None:
-                contraction = replace(contraction, certified=False)
+                contraction = replace(contraction, by_theorem=False)
             step: FixedPointMap = lambda x, index: fixed[index] - self.branch(x)  # noqa: E731
             with torch.no_grad():
                 solution = _solved(step, fixed, contraction, options | {"rounding_bound": rounding_bound}, "inverse")

@@ -116,7 +116,7 @@ class InvertibleTransformer(nn.Module):
     >>> model = InvertibleTransformer(2, depth=2, mask="causal").double().eval()
     >>> x = torch.randn(4, 3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     >>> inverted = model.inverse(model(x))
-    >>> bool(((inverted.x - x).flatten(1).norm(dim=1) <= inverted.error_bound).all()), inverted.certified
+    >>> bool(((inverted.x - x).flatten(1).norm(dim=1) <= inverted.error_bound).all()), inverted.by_theorem
     (True, True)
     >>> model.log_det(x).exact
     True
@@ -210,5 +210,5 @@ def _joined(so_far: Inversion, step: Inversion) -> Inversion:
         iterations=so_far.iterations + step.iterations,
         accelerated=so_far.accelerated + step.accelerated,
         converged=so_far.converged & step.converged,
-        contraction=replace(weaker, certified=so_far.certified and step.certified),
+        contraction=replace(weaker, by_theorem=so_far.by_theorem and step.by_theorem),
     )

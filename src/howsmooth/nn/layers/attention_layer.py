@@ -259,7 +259,7 @@ class AttentionLayer(nn.Module, ABC):
         return self.map(mask, n)
 
     def lipschitz_bound(self, n: int, radius: float | None = None, norm: NormOrder = 2, mask: Mask = None) -> Tensor:
-        """Return a proved upper bound on the Lipschitz constant: the smallest applicable one of the catalogue.
+        """Return an upper bound on the Lipschitz constant: the smallest applicable one of the catalogue, in float64.
 
         Args:
             n: number of tokens.

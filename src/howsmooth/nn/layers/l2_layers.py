@@ -171,8 +171,8 @@ class ContractiveL2Attention(L2Attention):
 
     **In training** with norm 2 the two spectral norms of the bound are lower estimates from a warm-started iteration
     (`layers.weight_norms`): the constant may exceed c slightly, in trials by at most 0.1 %. **At evaluation** the norms
-    are exact, from a singular value decomposition that is cached until the weights change. `lipschitz_bound` is a proof
-    in either mode. In the ∞-norm the bound is always exact. Gradients flow through the division.
+    are exact, from a singular value decomposition that is cached until the weights change. `lipschitz_bound` is an
+    upper bound in either mode. In the ∞-norm the bound is always exact. Gradients flow through the division.
 
     Padded tokens do not count: an item is divided by the bound for its own number of tokens.
 
@@ -239,7 +239,7 @@ class ContractiveL2Attention(L2Attention):
         return self.coefficient / torch.stack([bounds[n] for n in counts]).clamp(min=tiny)[:, None, None]
 
     def lipschitz_bound(self, n: int, radius: float | None = None, norm: NormOrder = 2, mask: Mask = None) -> Tensor:
-        """At most c in the layer's own norm at evaluation; a proof in both norms, in training too, padded or not.
+        """At most c in the layer's own norm at evaluation; an upper bound in both, in training too, padded or not.
 
         An item of m ≤ n tokens is divided by the bound for m, so this is the largest over m of the bound of the L2
         attention in the requested norm times c over that divisor. Both grow with m, so beyond a few tokens intervals of

@@ -218,7 +218,7 @@ class _Run:
         return loss.item()
 
     def _report(self) -> None:
-        """Add a row: the mean over the steps since the last one, the proved bound, at intervals the validation bits."""
+        """Add a row: the mean over the steps since the last one, the bound, at intervals the validation bits."""
         row = {
             "step": self.step,
             "tokens": self.step * self.settings.batch_tokens,

@@ -173,7 +173,7 @@ class CharacterModel(nn.Module):
         return Causal() if self.settings.window is None else SlidingWindow(self.settings.window)
 
     def attention_bound(self, n: int) -> float | None:
-        """Return the largest proved Lipschitz bound of the attention blocks for n tokens, None where there is none.
+        """Return the largest Lipschitz bound of the attention blocks for n tokens, None where there is none.
 
         It holds for the model at evaluation: contractive layers only estimate the norms of their weights in training.
         """

@@ -65,7 +65,7 @@ class TrainingResult:
         settings: settings of the run.
         train_bits: bits per character over the last interval of training.
         valid_bits: bits per character on the validation part, all of it; None when the run diverged.
-        bound: largest proved Lipschitz bound among the attention blocks, None where there is none; in the 2-norm, but
+        bound: largest Lipschitz bound among the attention blocks, None where there is none; in the 2-norm, but
             in the ∞-norm for contractive-inf in contractive blocks.
         diverged: the step at which the loss became NaN or infinite, or None.
         tokens, seconds: characters seen and time spent in training, without validation.

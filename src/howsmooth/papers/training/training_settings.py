@@ -99,7 +99,7 @@ class TrainingSettings:
             )
         if self.blocks == "contractive" and not self.is_contractive:
             raise InvalidInput(
-                f"contractive blocks need contractive attention, but {self.attention} attention has no certified "
+                f"contractive blocks need contractive attention, but {self.attention} attention has no known "
                 "constant below one: choose contractive-2 or contractive-inf."
             )
 

@@ -247,7 +247,7 @@ function drawLayers() {
   find("layers").hidden = !lines.length && !whole;
   if (find("layers").hidden) return;
   title("layers-title", "Blocks, layers, model");
-  find("layers-lead").textContent = `At n = ${state.length}.` + (whole ? ` The whole model, from the embeddings to its last hidden state: σ ≈ ${written(whole.value)} (≥ ${written(whole.lower, "down", 5)} ${held(group(), whole, 1)}).` : "");
+  find("layers-lead").textContent = `At n = ${state.length}.` + (whole ? ` The whole model, from the embeddings to its last hidden state: σ ≈ ${written(whole.value)} (≥ ${written(whole.lower, "down", 5)}, ${group().rounding[whole.what]}).` : "");
   find("layers-chart").replaceChildren(...(lines.length ? [layersChart({ lines, layers, label: `σ of ${lines.map((line) => line.name).join(", ")} by layer, ${group().label}` })] : []));
 }
 

@@ -85,20 +85,16 @@ function splitBar(row) {
 
 const badge = (group) => (group.precision ? el("span", { class: `badge${group.coarse ? " coarse" : ""}`, text: group.precision }) : null);
 
-// "always", or that rounding was measured, behind the probability of an end that has one.
-const held = (group, row, confidence) =>
-  confidence === 1 ? group.rounding[row.what]
-    : `with ${100 * confidence} %${group.rounding[row.what] === "always" ? "" : `, ${group.rounding[row.what]}`}`;
-
-const upperEnd = (group, row) =>
+// An upper end with its probability, where it has one.
+const upperEnd = (row) =>
   row.upper === null || !row.confidence ? null
-    : `≤ ${written(row.upper, "up", 5)} ${held(group, row, row.confidence)}`;
+    : `≤ ${written(row.upper, "up", 5)}${row.confidence === 1 ? "" : ` with probability ${100 * row.confidence} %`}`;
 
 // The story of one cell: how rough, how sure, how it compares, and why.
 function story(group, row) {
   const peers = roughest(group, row.what, row.length);
   const rank = peers.findIndex((peer) => peer.key === row.key) + 1;
-  const ends = [row.lower === null ? null : `≥ ${written(row.lower, "down", 5)} ${held(group, row, 1)}`, upperEnd(group, row)];
+  const ends = [row.lower === null ? null : `≥ ${written(row.lower, "down", 5)}`, upperEnd(row)].filter(Boolean);
   const facts = [
     ["rank", peers.length > 1 ? `${ordinal(rank)} of ${peers.length}` : null],
     ["against the median", peers.length > 1 ? `${written(row.value / median(peers.map((p) => p.value)), "near", 3)} times` : null],
@@ -115,7 +111,7 @@ function story(group, row) {
     el("h3", { text: placeOf(group, row) }),
     el("p", { class: "quiet" }, `${group.model}, n = ${row.length}${windowsOf(group, row) > 1 ? `, window ${row.window}` : ""} `, badge(group)),
     el("p", { class: "big", text: `σ ≈ ${written(row.value)}` }),
-    el("p", { class: "quiet", text: ends.filter(Boolean).join(", ") }),
+    el("p", { class: "quiet", text: ends.length ? [...ends, group.rounding[row.what]].join(", ") : "" }),
     row.relative === null || row.relative === undefined ? null : el("p", {}, el("strong", { text: `relative ${written(row.relative, "near", 3)}` }), `: if its input changes by 1 %, its output can change by ${written(row.relative, "near", 3)} %.`),
   ].filter(Boolean);
   if (!row.converged) shown.push(el("p", { class: "quiet", text: "Did not reach the requested accuracy: only the ends are sure." }));

@@ -93,7 +93,7 @@ class _Perturbed:
 
 @dataclass(frozen=True)
 class Event:
-    """What a certificate gets to see: whole steps (skew None), half a step, or a restart, which keeps some."""
+    """What a bound gets to see: whole steps (skew None), half a step, or a restart, which keeps some."""
 
     b: Tensor
     beta: Tensor
@@ -147,15 +147,15 @@ def _runs(restarts: bool) -> Example:
         module = modules["norms.lanczos_bound"]
         for number, event in enumerate(events):
             # On its own, and after all restarts before it.
-            certificate = module.LanczosBound(MAPS, SIZE, CONFIDENCE)
+            bound = module.LanczosBound(MAPS, SIZE, CONFIDENCE)
             for before in events[:number]:
                 if before.kept is not None:
-                    certificate.restart(before.projection(module), before.kept)
+                    bound.restart(before.projection(module), before.kept)
             small = event.projection(module)
-            yield f"upper end {number}", above(certificate.tighten(small), floors[number])
+            yield f"upper end {number}", above(bound.tighten(small), floors[number])
             yield (
                 f"overlap {number}",
-                certificate.judge(norms.square().clamp_min(floors[number] ** 2 + SETTLED), small)[0],
+                bound.judge(norms.square().clamp_min(floors[number] ** 2 + SETTLED), small)[0],
             )
 
     truths = {}
@@ -185,8 +185,8 @@ def _errors(halfway: bool) -> Example:
             # The same errors, known as those of single products instead of as what was taken away.
             plain = replace(small, drift=0 * small.drift, products=small.theta.shape[-1])
             for eps, noise in ((0.0, small.drift.amax()), (float(small.drift.amax() / lam.sqrt()), 0 * lam[0])):
-                certificate = module.LanczosBound(1, size, CONFIDENCE, eps, noise[None])
-                noisy.append(certificate.judge(lam, plain)[0])
+                bound = module.LanczosBound(1, size, CONFIDENCE, eps, noise[None])
+                noisy.append(bound.judge(lam, plain)[0])
         yield "overlap", torch.cat(found)
         yield "overlap, errors of products", torch.cat(noisy)
 
