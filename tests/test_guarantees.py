@@ -249,8 +249,8 @@ def test_ends_that_differ_in_their_guarantees_print_both() -> None:
 OUTSIDE = {
     "__init__.pyi": "names hs.certify and its results",
     "cli/certify.py": "the command that prints certificates",
-    "cli/lazy_commands.py": "names that command",
-    "reports/certificate_section.py": "the section on certificates",
+    "cli/program.py": "names that command",
+    "reports/sections.py": "the section on certificates",
     "reports/assets/certificates.html.jinja": "its page",
     "reports/assets/report.css": "its style",
     "norms/measurement.py": "says that hs.certify proves what a measurement does not",
