@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial, update_wrapper
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 from typer import Option
@@ -16,8 +16,10 @@ from typer import Option
 from howsmooth._util.common import check_figure_path
 from howsmooth.cli.program import DETAILS, ENGINE, EXACT, FULL, OUTPUT, TRAINING, WHAT, WHERE
 from howsmooth.cli.terminal import MAXIMUM_SEED, MAXIMUM_THREADS, parse_bytes
-from howsmooth.engines import Engine
 from howsmooth.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from howsmooth.engines import Engine
 
 
 def option(panel: str, text: str, *flags: str, **settings: Any) -> Any:
@@ -136,6 +138,8 @@ class EngineOptions:
 
     def chosen(self) -> Engine | None:
         """The engine; None for this process."""
+        from howsmooth.engines import Engine
+
         for name, engines in _ENGINES_OF.items():
             if getattr(self, name) is not None and self.engine not in engines:
                 flag, hint = name.replace("_", "-"), "; on this machine, --threads are divided" * (name == "cores")
