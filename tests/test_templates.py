@@ -29,7 +29,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "card": {"title": ..., "facts": [[..., ...]], "notes": [...]},
     "certificates": SECTION
     | {
-        "chart": ...,
+        **dict.fromkeys(("chart", "below", "found", "proved"), ...),
         "ladder": SimpleNamespace(
             measured=[...], radii=[...], worst=[[...]], certified=[[...]], ratios=[[...]], steps=...
         ),

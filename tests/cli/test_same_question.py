@@ -129,11 +129,11 @@ def test_a_witness_for_a_block_of_the_sizes_of_a_model_is_found_again() -> None:
     block = ("random", "--like", "bert-base", "--width", 12)
     (cell,) = answer("worst-case", *block, "--length", 3, "--over", "ball:1", *QUICK)["cells"]
     again = answer("measure", "--witness", cell["file"])
-    assert again["witness"]["value"] == cell["lower"]
+    assert again["witness"]["value"] == cell["value"]
 
 
 def test_a_witness_for_a_random_model_is_found_again_where_it_is_named() -> None:
     (cell,) = answer("worst-case", RANDOM, "--length", 3, "--over", "ball:1", *QUICK)["cells"]
     assert "name it yourself" in Command("measure").refusal("--witness", cell["file"])
     again = answer("measure", RANDOM, "--witness", cell["file"])
-    assert again["witness"]["value"] == again["witness"]["stored"] == cell["lower"]
+    assert again["witness"]["value"] == again["witness"]["stored"] == cell["value"]

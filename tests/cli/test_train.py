@@ -119,7 +119,7 @@ def test_wrong_requests_are_refused_in_one_line(text: Path) -> None:
     assert "attention is dot-product" in refusal(text, "--attention", "magic")
     assert "whole number" in refusal(text, "--depth", "2,4")
     assert "whole pieces" in refusal(text, "--length", 48)
-    assert "no certified constant" in refusal(text, "--attention", "l2", "--blocks", "contractive")
+    assert "no known constant below one" in refusal(text, "--attention", "l2", "--blocks", "contractive")
     assert "fewer than a length" in refusal(text, "--length", 4096, "--batch-tokens", 4096)
     assert not Path("howsmooth-output").exists() or not list(Path("howsmooth-output").glob("*/checkpoint*"))
 

@@ -121,11 +121,11 @@ class Rounded(nn.Module):
         return 1 / math.pi**0.5
 
 
-def test_inverse_of_a_branch_with_unknown_rounding_is_not_certified() -> None:
+def test_inverse_of_a_branch_with_unknown_rounding_is_not_by_theorem() -> None:
     block = layers.InvertibleResidual(Rounded())
     x = torch.randn(2, 3, 4, dtype=torch.float64)
     found = block.inverse(block(x))
-    assert not found.certified
+    assert not found.by_theorem
     torch.testing.assert_close(found.x, x, rtol=0, atol=1e-11)
 
 

@@ -116,10 +116,15 @@ def readable(tokens: Sequence[str]) -> list[str]:
 
 def ends(row: Mapping[str, Any]) -> str:
     """The two ends of a cell with their guarantees, rounded outwards."""
+    held = rounding_of(row.get("what", "head"))
+    return with_guarantees(*end_numbers(row), held, confidence=row.get("confidence") or 1.0)
+
+
+def end_numbers(row: Mapping[str, Any]) -> tuple[str, str]:
+    """The two ends of a cell, rounded outwards; empty where there is none."""
     lower, upper, chance = row.get("lower"), row.get("upper"), row.get("confidence")
     below = "" if lower is None else f"≥ {rounded(lower, ROUND_FLOOR)}"
-    above = f"≤ {rounded(upper, ROUND_CEILING)}" if upper is not None and isfinite(upper) and chance else ""
-    return with_guarantees(below, above, rounding_of(row.get("what", "head")), confidence=chance or 1.0)
+    return below, f"≤ {rounded(upper, ROUND_CEILING)}" if upper is not None and isfinite(upper) and chance else ""
 
 
 def place_of(row: Row) -> str:

@@ -16,7 +16,7 @@ from howsmooth._util.common import printable, rounded
 from howsmooth._util.validation import validated
 from howsmooth.reports.findings import (
     bound_distances,
-    ends,
+    end_numbers,
     few_digits,
     gaps,
     group_headline,
@@ -29,6 +29,7 @@ from howsmooth.reports.findings import (
 )
 from howsmooth.reports.growth.laws import PowerLaw
 from howsmooth.reports.scan_groups import Cell, Group, Source, cell_of, groups
+from howsmooth.scans.scan_result import rounding_of
 
 _ROUGHEST = 8
 
@@ -56,6 +57,9 @@ def _of_group(group: Group) -> list[RenderableType]:
     ]
     if any(row.get("value_share") is not None for row in rows):
         parts.append(Text("value / score: shares of σ through the values and the scores, in its worst direction"))
+    chances = [float(row["confidence"]) for row in rows if row.get("confidence")]
+    held = rounding_of(group.main_kind).words(min(chances, default=1.0))
+    parts.append(_shown(f"ends: {held}"))
     powers = [fit.exponent for cell, fit in fits.items() if cell[0] == group.main_kind]
     if powers:
         parts.append(Text(f"growth: median n^{median(powers):.2f}, from n^{min(powers):.2f} to n^{max(powers):.2f}"))
@@ -85,7 +89,7 @@ def _roughest(group: Group, rows: list[dict], fits: Mapping[Cell, PowerLaw]) -> 
         shown.add_column("sink, attention on it")
     for row in rows:
         share, fit = row.get("value_share"), fits.get(cell_of(row))
-        cells = [place_of(row), few_digits(row["value"], 4), ends(row)]
+        cells = [place_of(row), few_digits(row["value"], 4), ", ".join(filter(None, end_numbers(row)))]
         cells += ["" if share is None else path_shares(share), "" if fit is None else str(fit)]
         if explained:
             name = token_name(group, row).removeprefix("the token ").replace("at position ", "")
