@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +85,13 @@ def test_rows_without_relative_numbers_keep_the_headline() -> None:
     (group,) = groups([row])
     assert (answer(group), compared(group), picture(group)) == ("", "", "")
     assert "is the only head measured" in page([group])
+
+
+@pytest.mark.parametrize("largest", [2.0, 30.0, 340.0, 2e4, 1e9])
+def test_labels_of_the_picture_have_room(largest: float) -> None:
+    row = {"model": "tiny", "precision": "float32", "what": "head", "layer": 0, "length": 8, "value": 2.0}
+    rows = [row | {"head": head, "relative": value} for head, value in enumerate((0.7, 3.0, largest))]
+    labels = re.findall(r'<text x="([\d.]+)" y="[\d.]+" text-anchor="middle">[^<]*%</text>', picture(groups(rows)[0]))
+    places = [float(place) for place in labels]
+    assert len(places) >= 2
+    assert all(right - left >= 40 for left, right in pairwise(places))

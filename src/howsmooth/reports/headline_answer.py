@@ -35,6 +35,8 @@ _PARTS = {
 """Kinds of maps, from the whole to the heads → words of a sentence about the median one; names in the picture of one
 map and of several.
 """
+_LABEL = 42
+"""Room that the label of a tick takes, in units of the picture."""
 
 
 @dataclass(frozen=True)
@@ -161,12 +163,20 @@ def picture(group: Group) -> Markup:
         return Markup()
     every = [value for scale in known for value in (*scale.values, *scale.reference)]
     axis = Axis(min([0.9, *every]) / 1.15, max([1.2, *every]) * 1.15, "")
+
+    def across(value: float) -> float:
+        return 136 + axis.share(value) * 304
+
+    ticks: list[float] = []
+    for tick in axis.ticks:
+        if not ticks or across(tick) - across(ticks[-1]) >= _LABEL:
+            ticks.append(tick)
     drawn = render(
         "answer",
         label=f"Relative condition of {', '.join(scale.name for scale in known)} of {group.label}",
         scales=known,
-        ticks=axis.ticks,
-        across=lambda value: f"{136 + axis.share(value) * 304:.5g}",
+        ticks=ticks,
+        across=lambda value: f"{across(value):.5g}",
         few_digits=few_digits,
     )
     return Markup(drawn)
