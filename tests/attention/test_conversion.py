@@ -282,6 +282,7 @@ def test_a_subclass_of_a_layer_with_a_forward_of_its_own_is_a_function() -> None
     assert float(hs.measure(layer, x, rtol=1e-8)) == pytest.approx(float(torch.linalg.matrix_norm(exact, 2)), rel=1e-7)
 
 
+@pytest.mark.slow
 def test_a_compiled_layer_is_the_layer() -> None:
     layer, x = nn.MultiheadAttention(D, HEADS, batch_first=True).eval(), torch.randn(N, D)
     assert float(hs.measure(torch.compile(layer, backend="eager"), x)) == float(hs.measure(layer, x))

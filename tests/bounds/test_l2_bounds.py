@@ -221,6 +221,7 @@ def test_column_sums_of_ordered_sight_are_false_under_a_star() -> None:
     assert l2_bounds.largest_column(100, "ordered") < 20 < 50 < l2_bounds.largest_column(100, "any")
 
 
+@pytest.mark.slow
 @given(st.integers(1, 10**6))
 def test_average_constant_is_never_above_the_older_forms(n: int) -> None:
     c = l2_bounds.phi_inverse(n - 1)

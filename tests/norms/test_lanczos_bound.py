@@ -77,6 +77,7 @@ def test_halfway_it_is_the_christoffel_bound_of_the_measure_times_its_argument(s
     np.testing.assert_allclose(upper, expected, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_halfway_no_overlap_exceeds_its_bound_whatever_the_errors() -> None:
     closest, without = 0.0, 0.0
     for seed in range(400):

@@ -350,6 +350,7 @@ def test_other_norms_say_when_rounding_limits_them() -> None:
         assert float(m.upper) - float(m.value) >= 0.5 * math.sqrt(12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("null", [5, 50])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_null_space_does_not_cost_the_upper_end(null: int, dtype: torch.dtype) -> None:
