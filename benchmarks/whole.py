@@ -16,9 +16,9 @@ from benchmarks.timing import best_seconds, seconds_of
 from benchmarks.worker import in_process
 from howsmooth.attention.memory_layout import to_preferred_layout
 from howsmooth.jacobians import JacobianOperator
+from howsmooth.jacobians.algebra import Product, Sum
 from howsmooth.jacobians.attention_operator import AttentionJacobian
 from howsmooth.jacobians.closed_maps import ComposedJacobian
-from howsmooth.jacobians.operator import Product, Sum
 from howsmooth.jacobians.tokenwise import Matrix, TokenwiseJacobian
 from howsmooth.models import Targets, alice, open_model
 

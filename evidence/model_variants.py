@@ -21,7 +21,7 @@ import howsmooth as hs
 from evidence.tables import table
 from howsmooth.errors import HowsmoothError
 from howsmooth.models import Targets, Window, capture, capture_cross
-from howsmooth.models.open_source import model_in_memory
+from howsmooth.models.in_memory import model_in_memory
 
 TITLE = "Are padded, rounded, adapted and compiled models measured right?"
 WORDS, LENGTH = 97, 6

@@ -11,7 +11,8 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import IdentityJacobian, JacobianOperator, MatrixOperator
-from howsmooth.jacobians.operator import Accuracy, Product, Sum, power_bound
+from howsmooth.jacobians.algebra import Product, Sum
+from howsmooth.jacobians.operator import Accuracy, power_bound
 from howsmooth.norms import operator_norm
 
 

@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, pipeline
 import howsmooth as hs
 from evidence.scan_faults import make_model
 from howsmooth.models import open_model
-from howsmooth.models.open_source import model_in_memory
+from howsmooth.models.in_memory import model_in_memory
 
 WORDS = "to be or not to be, that is the question " * 20
 

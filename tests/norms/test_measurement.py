@@ -12,8 +12,9 @@ import torch
 import howsmooth as hs
 from howsmooth._util.guarantee import Guarantee
 from howsmooth.errors import InvalidInput
+from howsmooth.jacobians.algebra import IdentityJacobian
 from howsmooth.jacobians.closed_maps import ClosedAttention, Parallel, Skip
-from howsmooth.jacobians.operator import Accuracy, IdentityJacobian, MatrixOperator
+from howsmooth.jacobians.operator import Accuracy, MatrixOperator
 from howsmooth.norms import Measurement, frobenius_norm, golub_kahan, operator_norm
 
 

@@ -37,6 +37,7 @@ from howsmooth.attention.attention_map import AttentionMap
 from howsmooth.attention.memory_layout import to_preferred_layout
 from howsmooth.attention.stages import Chain, TokenStage
 from howsmooth.errors import InvalidInput
+from howsmooth.jacobians.algebra import IdentityJacobian, Product, Sum
 from howsmooth.jacobians.attention_operator import (
     DEFAULT_MEMORY,
     LARGEST_POINT_ERROR,
@@ -44,15 +45,7 @@ from howsmooth.jacobians.attention_operator import (
     unbounded_jacobian,
 )
 from howsmooth.jacobians.function_checks import check_tokens
-from howsmooth.jacobians.operator import (
-    Accuracy,
-    IdentityJacobian,
-    JacobianOperator,
-    Product,
-    Sum,
-    random_start,
-    start_stream,
-)
+from howsmooth.jacobians.operator import Accuracy, JacobianOperator, random_start, start_stream
 from howsmooth.jacobians.tokenwise import TokenwiseJacobian
 
 _SAFETY = 4.0

@@ -25,10 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from howsmooth._util.annotations import PlainText
 from howsmooth._util.common import first_tensor
 from howsmooth._util.process_lock import alone
 from howsmooth._util.torch_globals import exact_autograd
-from howsmooth._util.validation import Count, Device, PlainText, Seed, check_one_of, validated
+from howsmooth._util.validation import Count, Device, Seed, check_one_of, validated
 from howsmooth.errors import InvalidInput
 from howsmooth.models import OpenModel, Targets, Window, alice, open_model
 from howsmooth.models.forward_pass import Call, reference_mode, run_model, temporary_hooks

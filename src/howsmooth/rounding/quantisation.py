@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from howsmooth._util.annotations import PlainText
 from howsmooth._util.common import rounded
 from howsmooth._util.display import step_bar
 from howsmooth._util.ledger import Ledger
-from howsmooth._util.validation import Count, Device, PlainText, Seed, validated
+from howsmooth._util.validation import Count, Device, Seed, validated
 from howsmooth.attention.conversion import plain_map
 from howsmooth.errors import HowsmoothError, InvalidInput
 from howsmooth.models import OpenModel, Window, alice, open_model

@@ -23,8 +23,9 @@ from howsmooth.engines.choice import load_of, open_engine
 from howsmooth.engines.dispatch import Load, State, submit_all
 from howsmooth.errors import InvalidInput
 from howsmooth.models import OpenModel, Targets, Window, open_model
+from howsmooth.models.in_memory import model_in_memory
 from howsmooth.models.model_inputs import file_named, joined_texts, read_input
-from howsmooth.models.open_source import model_in_memory, twin_of
+from howsmooth.models.open_source import twin_of
 from howsmooth.scans import units
 from howsmooth.scans.cell_values import CellValues, check_fits, fitting, measure_batch
 from howsmooth.scans.cost import predict
