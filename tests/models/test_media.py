@@ -13,7 +13,7 @@ from scipy.io import wavfile
 
 from howsmooth.errors import HowsmoothError, InvalidInput
 from howsmooth.models import open_model
-from howsmooth.models.model_inputs import RATES, image_pixels, read_wav
+from howsmooth.models.media import RATES, image_pixels, read_wav
 
 
 def sound(path: Path, rate: int = 8_000) -> bytes:

@@ -19,7 +19,8 @@ from scipy.io import wavfile
 import howsmooth as hs
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models import NAMED, alice, capture, open_model
-from howsmooth.models.model_inputs import read_wav, spread_starts, words
+from howsmooth.models.media import read_wav
+from howsmooth.models.model_inputs import spread_starts, words
 from howsmooth.models.module_names import RANDOM_NAMES
 from tests.models.tiny import TINY
 

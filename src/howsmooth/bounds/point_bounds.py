@@ -66,19 +66,10 @@ from torch import Tensor
 from howsmooth.attention import AttentionMap
 from howsmooth.attention.composite_map import ComposedAttention
 from howsmooth.bounds.catalogue import KNOWN_ROUNDING, LINEAR_VALUES, Assumption, theorem
+from howsmooth.bounds.key_value_spread import NOISY, about_means, keys, product_slack
 from howsmooth.bounds.point_error import known_rounding
 from howsmooth.bounds.question_setting import Setting
-from howsmooth.bounds.three_paths import (
-    NOISY,
-    Paths,
-    about_means,
-    cross_scatter,
-    distances,
-    keys,
-    paths,
-    product_slack,
-    scatter,
-)
+from howsmooth.bounds.three_paths import Paths, cross_scatter, distances, paths, scatter
 from howsmooth.norms.small_matrices import spectral
 from howsmooth.numerics.roundoff import gamma
 

@@ -3,7 +3,8 @@
 Reverse mode, Jᵀu, is one recorded autograd graph, walked again for each product. Forward mode, Jv, takes the first of
 these that works and that agrees with reverse mode:
 
-1. ``torch.func linearize``: f traced once into the graph of v ↦ Jv (`linearized`, below); no product runs f again.
+1. ``torch.func linearize``: f traced once into the graph of v ↦ Jv (`howsmooth.jacobians.linearization`); no product
+   runs f again.
 2. ``torch.func jvp``: when f cannot be traced (branches on values, writes into tensors from outside) or the trace does
    not reproduce its derivative; every product runs f.
 3. ``double backward``: when an operation has no forward mode. Jᵀu is linear in u, so Jv is the gradient of
@@ -14,23 +15,7 @@ these that works and that agrees with reverse mode:
 Every one gives the same numbers, so a fallback is not warned about: ``method`` names the way taken and ``notes`` says
 why the earlier ones were left. What does raise a `DerivativeWarning` is reason to doubt the derivative itself.
 
-**Linearization.** `linearized` traces the graph of v ↦ Jv once in forward mode, with everything that does not depend on
-v computed beforehand. ``torch.func.linearize`` [2]_ does the same, and is wrong where f writes into a tensor. It traces
-f at a dual number x + εv and folds the graph: every operation whose inputs do not depend on v runs once, and a clone of
-its result stays. A write (``copy_``, ``add_``, ``out[...] = …``) has an effect, so it is not folded and runs with every
-product. So an operation that reads the written tensor runs before the write, and reads what the memory held: ::
-
-    out = h.new_empty(h.shape)      # folded: memory as it was found
-    out[:, :k].copy_(h[:, :k])      # with every product, into the clone of a slice, which nothing reads
-    out[:, k:].copy_(h[:, k:])
-    return out.sin()                # folded: cos(out), of memory that nothing has written
-
-Memory that an earlier run of f has given back often holds the right numbers, so that the derivative is right, NaN or
-another finite number by chance. Here a tensor that is written into is not folded, nor is anything made from it: these
-operations run with every product, in the order of f.
-
 .. [1] J. Townsend, *A new trick for calculating Jacobian vector products*, 2017.
-.. [2] torch 2.13: ``make_fx``, then ``torch.fx.experimental.const_fold.split_const_subgraphs``.
 """
 
 from __future__ import annotations
@@ -43,20 +28,17 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor, fx, nn
-from torch.autograd import forward_ad
+from torch import Tensor, nn
 from torch.func import functional_call, jvp, vmap
-from torch.fx.experimental.const_fold import split_const_subgraphs
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_leaves
 
 from howsmooth._util.common import first_line
 from howsmooth._util.guarantee import Guarantee
-from howsmooth._util.torch_globals import exact_autograd, without_sources
+from howsmooth._util.torch_globals import exact_autograd
 from howsmooth._util.validation import validated
 from howsmooth.errors import InvalidInput, NotDifferentiable
 from howsmooth.jacobians import function_checks
 from howsmooth.jacobians.function_checks import moves_otherwise
+from howsmooth.jacobians.linearization import Map, linearized
 from howsmooth.jacobians.operator import Accuracy, JacobianOperator, random_like
 
 _MAX_DENSE_ROWS = 4096
@@ -408,78 +390,3 @@ def _dense_rows(x: Tensor, tape: _Tape) -> _Products:
 def _doubt(notes: list[str], sentence: str) -> None:
     notes.append(sentence)
     warnings.warn(sentence, DerivativeWarning, stacklevel=4)
-
-
-Map = Callable[[Tensor], Tensor]
-
-
-def linearized(f: Map, x: Tensor) -> Map:
-    """v ↦ Jv as one graph: no product runs f again.
-
-    >>> double = linearized(lambda x: torch.empty_like(x).copy_(x).square(), torch.ones(2))
-    >>> double(torch.tensor([1.0, 2.0]))
-    tensor([2., 4.])
-    """
-
-    def tangent(v: Tensor) -> Tensor:
-        with forward_ad.dual_level():
-            value, pushed = forward_ad.unpack_dual(f(forward_ad.make_dual(x, v)))
-            return torch.zeros_like(value) if pushed is None else pushed
-
-    with without_sources(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the folding warns of the attributes that it makes itself
-        graph = make_fx(tangent)(torch.zeros_like(x))
-        kept_in_order = written_tensors(graph, torch.zeros_like(x))
-        if any(node.op == "get_attr" for node in kept_in_order):
-            raise NotDifferentiable("f writes into a tensor that it did not create: copy it inside f.")
-        folded = split_const_subgraphs(graph, skip_folding_node_fn=lambda node: node in kept_in_order)
-
-    def push(v: Tensor) -> Tensor:
-        result = folded(v)
-        return result if isinstance(result, Tensor) else result[0]
-
-    return push
-
-
-def written_tensors(graph: fx.GraphModule, *inputs: Tensor) -> set[fx.Node]:
-    """The nodes of a graph whose result shares memory with a tensor that some operation writes into.
-
-    >>> def f(v):
-    ...     out = torch.zeros(3)
-    ...     out[1:].copy_(v)
-    ...     return out * out
-    >>> sorted(node.name for node in written_tensors(make_fx(f)(torch.ones(2)), torch.ones(2)))
-    ['copy_', 'slice_1', 'zeros']
-    """
-    writes = {node: _written(node) for node in graph.graph.nodes}
-    if not any(writes.values()):
-        return set()
-    memory = _Memory(graph)
-    memory.run(*inputs)
-    written = set().union(*(memory.of[node] for nodes in writes.values() for node in nodes))
-    return {node for node, places in memory.of.items() if not written.isdisjoint(places)}
-
-
-class _Memory(fx.Interpreter):
-    """Runs a graph and notes the memory of every result; all results are held, so that no memory is used twice."""
-
-    def __init__(self, graph: fx.GraphModule):
-        super().__init__(graph, garbage_collect_values=False)
-        self.of: dict[fx.Node, set[int]] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.numel()]
-        self.of[n] = {tensor.untyped_storage()._cdata for tensor in tensors} if n.op != "output" else set()
-        return result
-
-
-def _written(node: fx.Node) -> list[fx.Node]:
-    """The arguments that an operation writes into, by its schema."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return []
-    written: list[Any] = []
-    for place, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written.append(node.args[place] if place < len(node.args) else node.kwargs.get(argument.name))
-    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, fx.Node)]

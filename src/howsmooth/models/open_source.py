@@ -19,16 +19,8 @@ from howsmooth._util.optional_deps import need
 from howsmooth._util.validation import Device, check_device, check_one_of, validated
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.forward_pass import use_eager_attention
-from howsmooth.models.model_inputs import (
-    RATE,
-    TokenisedText,
-    Window,
-    audio_features,
-    image_pixels,
-    read_wav,
-    samples_of_frames,
-    spread_starts,
-)
+from howsmooth.models.media import RATE, audio_features, image_pixels, read_wav
+from howsmooth.models.model_inputs import TokenisedText, Window, samples_of_frames, spread_starts
 from howsmooth.models.named_models import FULL_PRECISION, NAMED, precision_in_words
 from howsmooth.models.pretrained_files import (
     gguf_precision,

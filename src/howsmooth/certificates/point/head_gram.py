@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import AttentionMap
+from howsmooth.bounds.key_value_spread import about_means, keys, product_slack
 from howsmooth.bounds.point_bounds import push_radii
-from howsmooth.bounds.three_paths import Paths, PathsAt, about_means, keys, product_slack
+from howsmooth.bounds.three_paths import Paths, PathsAt
 from howsmooth.numerics.roundoff import gamma
 
 
