@@ -122,6 +122,7 @@ class _Composed(JacobianOperator):
 class Product(_Composed):
     """A₁ A₂ … A_m; products of products are one.
 
+    >>> from howsmooth.jacobians.operator import MatrixOperator
     >>> twice = MatrixOperator(2 * torch.eye(2))
     >>> (twice @ twice @ twice).matvec(torch.ones(2))
     tensor([8., 8.])
@@ -162,6 +163,7 @@ class Product(_Composed):
 class Sum(_Composed):
     """A₁ + A₂ + … + A_m.
 
+    >>> from howsmooth.jacobians.operator import MatrixOperator
     >>> (MatrixOperator(torch.eye(2)) + MatrixOperator(torch.ones(2, 2))).matvec(torch.ones(2))
     tensor([3., 3.])
     """
