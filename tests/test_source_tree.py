@@ -19,7 +19,7 @@ PACKAGES = (
     # Shared by every package.
     *("errors", "_util", "engines", "numerics"),
     # From a map to a number.
-    *("attention", "jacobians", "norms"),
+    *("attention", "jacobians", "network", "norms"),
     # Where maps and inputs come from, and what is known about them.
     *("models", "sets", "bounds", "meanfield", "search", "certificates", "rounding"),
     # Built on these.
@@ -51,7 +51,7 @@ PAIRS = {"CosineAttention", "GradientStepAttention", "LipschitzNormAttention", "
 FOREIGN = {
     "_util/common.py: inner.training": "a module is put into evaluation, and restored.",
     "_util/torch_globals.py: loader.cache": "torch.fx keeps every traced source for ever otherwise.",
-    "certificates/network/read_check.py: inner.eps": "a copy of the network is compared with another eps.",
+    "certificates/read_module.py: inner.eps": "a copy of the network keeps the eps that the dtype of the first had.",
     "cli/terminal.py: sys.unraisablehook": "a broken pipe is no traceback, and the hook is restored.",
     "models/forward_pass.py: model.config._attn_implementation": "transformers offers no other switch.",
     "nn/hosting/replacement.py: model.generation_config": "transformers keeps it beside the configuration.",

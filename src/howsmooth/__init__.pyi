@@ -41,8 +41,10 @@ from .errors import (
     UnsupportedModel,
 )
 from .jacobians import JacobianOperator, jacobian
+from .models.network_parts import measure
+from .models.network_source import read_network
 from .norms import Measurement
-from .norms.local_constant import Explanation, explain, measure, measure_heads, token_influence
+from .norms.local_constant import Explanation, explain, measure_heads, token_influence
 from .papers.experiment import reproduce
 from .papers.training.loop import train
 from .reports import report
@@ -104,6 +106,7 @@ __all__ = [
     "norms",
     "papers",
     "quantise",
+    "read_network",
     "report",
     "reports",
     "reproduce",

@@ -29,7 +29,7 @@ from howsmooth.bounds.catalogue import applicable
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import JacobianOperator, attention_jacobian, jacobian
 from howsmooth.jacobians.function_checks import check_takes_one
-from howsmooth.norms.local_constant import measure
+from howsmooth.norms.local_constant import measure_map
 from howsmooth.search import worst_case
 from howsmooth.sets import Around, Point
 
@@ -201,7 +201,7 @@ def _attack(bound: Bound, case: Setting, starts: int, steps: int, seed: int) -> 
         where = Around(x, case.eps) if near else over  # type: ignore[arg-type]
         x = worst_case(f, n, over=where, norm=bound.norm, starts=starts, steps=steps, seed=seed).x
     if bound.norm == "token":
-        return float(measure(f, x.double(), norm="token", exact_limit=2**40))
+        return float(measure_map(f, x.double(), norm="token", exact_limit=2**40))
     return float(torch.linalg.matrix_norm(dense_jacobian(f, x.double()), bound.norm))
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -11,21 +13,28 @@ from torch import Tensor, nn
 
 import howsmooth as hs
 from evidence.deep_networks import attacked, cases, draw_network, left_over
+from howsmooth.attention.stages import TokenStage
 from howsmooth.certificates import CentredNorm, Residual, SelfAttend, SequenceClassifier, certified_margins
 from howsmooth.certificates.network import margins as deep
-from howsmooth.certificates.network.affine_form import spectral_ceiling
+from howsmooth.certificates.network.affine_form import AffineForm, spectral_ceiling
 from howsmooth.certificates.network.attention_remainder import AttentionRemainder
 from howsmooth.certificates.network.margins import LinearisedNetwork
-from howsmooth.certificates.network.parts_ir import ActivationPart, LinearPart, Part, PoolPart, read_network
-from howsmooth.certificates.network.taylor_remainders import ActivationRemainder, NormalisationRemainder
+from howsmooth.certificates.network.taylor_remainders import (
+    ActivationRemainder,
+    NormalisationRemainder,
+    ProductRemainder,
+)
+from howsmooth.certificates.read_module import read_classifier
 from howsmooth.errors import InvalidInput, UnsupportedModel
+from howsmooth.jacobians.tokenwise import Activation, Affine, Diagonal, GatedActivation
+from howsmooth.network.nodes import Beside, MixTokens, Multiply, Node, Parallel, Rearrange, Series, Skip, Tokenwise
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_values_and_slopes_are_those_of_the_network(seed: int) -> None:
     case = draw_network(seed)
     n = len(case.x)
-    lines = LinearisedNetwork(read_network(case.network, n), case.network.placed(case.x), range(n))
+    lines = LinearisedNetwork(read_classifier(case.network, case.x).root, case.x, range(n))
     torch.testing.assert_close(lines.logits, case.network(case.x), rtol=1e-12, atol=1e-12)
     jacobian = torch.autograd.functional.jacobian(case.network, case.x)
     torch.testing.assert_close(lines.form.slopes[0][0], jacobian, rtol=1e-10, atol=1e-11)
@@ -116,9 +125,16 @@ def test_standard_encoders_are_read() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, activation="gelu", norm_first=True, batch_first=True)
     net = SequenceClassifier([layer], nn.Linear(8, 3), pool="first").double().eval()
     x = torch.randn(5, 8, dtype=torch.float64)
-    lines = LinearisedNetwork(read_network(net, 5), x, [0])
+    lines = LinearisedNetwork(read_classifier(net, x).root, x, [0])
     torch.testing.assert_close(lines.logits, net(x[None])[0], rtol=1e-9, atol=1e-9)
     assert hs.certify(net, x, int(net(x[None]).argmax()), tokens=[0]).radius > 0
+
+
+class Sorted(nn.Module):
+    """The numbers of each token in order."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sort(-1).values
 
 
 def test_what_cannot_be_certified_is_said_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,16 +146,22 @@ def test_what_cannot_be_certified_is_said_in_one_sentence(monkeypatch: pytest.Mo
     assert f"is {predicted}" in other.notes[-1]
     with pytest.raises(InvalidInput, match="one of 3 classes"):
         hs.certify(net, x, 5)
-    with pytest.raises(UnsupportedModel, match=r"layers\.0, a Tanh, has no certificate"):
-        hs.certify(SequenceClassifier([nn.Tanh()], nn.Linear(4, 2)), x, 0)
-    with pytest.raises(UnsupportedModel, match="soft-cap has no certificate"):
+    with pytest.raises(UnsupportedModel, match=r"activation softplus in layers\.0 has no certificate, only relu, gelu"):
+        hs.certify(SequenceClassifier([nn.Softplus()], nn.Linear(4, 2)), x, 0)
+    with pytest.raises(UnsupportedModel, match=r"a soft-cap in layers\.0 has no certificate"):
         hs.certify(SequenceClassifier([hs.SelfAttention.random(4, softcap=2.0)], nn.Linear(4, 2)), x, 0)
-    with pytest.raises(InvalidInput, match="dropout in training mode"):
+    with pytest.raises(UnsupportedModel, match=r"layers\.0 is dropout in training mode: call \.eval\(\) first"):
         hs.certify(SequenceClassifier([nn.Dropout(0.1)], nn.Linear(4, 2)), x, 0)
     with pytest.raises(InvalidInput, match="each once"):
         hs.certify(net, x, predicted, tokens=[])
     with pytest.raises(InvalidInput, match="no embedding"):
         hs.certify(net, torch.tensor([1, 2]), 0)
+    with pytest.raises(UnsupportedModel, match=r"needs every operation of a network, but .* not known: sort in layers"):
+        hs.certify(SequenceClassifier([Sorted()], nn.Linear(4, 2)), x, 0)
+    with pytest.raises(UnsupportedModel, match="gives 2 tokens of 4 numbers: put a classifier behind it"):
+        hs.certify(nn.Linear(4, 4), x, 0)
+    with pytest.raises(UnsupportedModel, match="certified of a module, not of a function"):
+        hs.certify(lambda z: z, x, 0)  # type: ignore[call-overload]
     with pytest.raises(InvalidInput, match="label"):
         hs.certify(net, x)  # type: ignore[call-overload]
     monkeypatch.setattr(deep, "LARGEST", 100)
@@ -156,6 +178,10 @@ def test_half_precision_is_computed_in_double_and_said() -> None:
     single, half = hs.certify(net, x, label), hs.certify(net.half(), x.half(), label)
     assert half.radius == pytest.approx(single.radius, rel=0.05)
     assert "computed in float64" in half.notes
+    named = SequenceClassifier([nn.ReLU()], nn.Linear(4, 2), nn.Embedding(5, 4))
+    ids = torch.tensor([1, 3])
+    assert "computed in float64" in hs.certify(named, ids, int(named(ids).argmax())).notes
+    assert not hs.certify(named.double(), ids, int(named(ids).argmax())).notes
 
 
 def change(bound: Callable[[], Tensor], weight: Tensor, step: Tensor) -> float:
@@ -192,36 +218,161 @@ def test_margins_are_differentiable_in_weights_and_tokens(layer: str) -> None:
         assert float(slope.abs().max()) > 0
 
 
-def exact_margin(parts: Sequence[Part], x: Tensor) -> Fraction:
-    """The margin of the first of two classes at one token, in rational numbers."""
-    token = [Fraction(number) for number in x[0].tolist()]
-    for part in parts:
-        match part:
-            case LinearPart(weight, _):
-                token = [sum(Fraction(w) * t for w, t in zip(row, token, strict=True)) for row in weight.tolist()]
-            case ActivationPart("relu"):
-                token = [max(number, Fraction(0)) for number in token]
-    return token[0] - token[1]
+Exact = list[list[Fraction]]
+"""Tokens in rational numbers."""
 
 
-@pytest.mark.parametrize("activation", [(), (ActivationPart("relu"),)])
-def test_margins_at_an_input_are_below_the_exact_ones_where_rounding_is_large(activation: tuple[Part, ...]) -> None:
-    """Large numbers that cancel in the first layer: the margin as computed is off, above the exact one as often as not.
+def exactly(node: Node, tokens: Exact) -> Exact:
+    """What a network of linear maps, ReLUs, products and moves computes in rational numbers."""
+    match node:
+        case Series():
+            for inner in node.nodes:
+                tokens = exactly(inner, tokens)
+            return tokens
+        case Tokenwise():
+            for stage in node.stages:
+                tokens = [exactly_staged(stage, token) for token in tokens]
+            return tokens
+        case Parallel() | Beside() | Multiply():
+            one, other = (exactly(inner, tokens) for inner in node.nodes)
+            pairs = (
+                [list(zip(a, b, strict=True)) for a, b in zip(one, other, strict=True)]
+                if len(one[0]) == len(other[0])
+                else []
+            )
+            match node:
+                case Beside():
+                    return [a + b for a, b in zip(one, other, strict=True)]
+                case Multiply():
+                    return [[a * b for a, b in row] for row in pairs]
+            return [[a + b for a, b in row] for row in pairs]
+        case Rearrange(index=index, factor=factor, constant=constant):
+            flat = [*(number for token in tokens for number in token), Fraction(0)]  # the last for an index of −1
+            ones, zeros = torch.ones(index.shape).double(), torch.zeros(index.shape).double()
+            rows = (index, ones if factor is None else factor, zeros if constant is None else constant)
+            return [
+                [Fraction(f) * flat[i] + Fraction(c) for i, f, c in zip(*row, strict=True)]
+                for row in zip(*(t.tolist() for t in rows), strict=True)
+            ]
+        case MixTokens(matrix=matrix):
+            columns = list(zip(*tokens, strict=True))
+            return [[total(row, column) for column in columns] for row in matrix.tolist()]
+    assert isinstance(node, Skip)
+    return tokens
 
-    Where an activation follows, the error comes in through its remainder.
-    """
-    off, generator = [], torch.Generator().manual_seed(0)
+
+def exactly_staged(stage: TokenStage, token: list[Fraction]) -> list[Fraction]:
+    match stage:
+        case Affine(weight=weight):
+            return [total(row, token) for row in weight.tolist()]
+        case Diagonal(gain=gain):
+            return [Fraction(g) * number for g, number in zip(gain.tolist(), token, strict=True)]  # type: ignore[union-attr]
+        case Activation(name="relu"):
+            return [max(number, Fraction(0)) for number in token]
+        case GatedActivation(name="relu"):
+            half = len(token) // 2
+            return [max(g, Fraction(0)) * u for g, u in zip(token[:half], token[half:], strict=True)]
+    raise AssertionError(stage)
+
+
+def total(weights: Sequence[float], numbers: Sequence[Fraction]) -> Fraction:
+    """A sum of products, exactly."""
+    return sum((Fraction(w) * number for w, number in zip(weights, numbers, strict=True)), Fraction(0))
+
+
+def drawn(*shape: int) -> Callable[[torch.Generator], Tensor]:
+    return lambda generator: torch.randn(shape, generator=generator).double()
+
+
+BEHIND: dict[str, Callable[[torch.Generator], Node]] = {
+    "nothing": lambda g: Skip(),
+    "relu": lambda g: Tokenwise(Activation(torch.relu, "relu")),
+    "product": lambda g: Multiply(Tokenwise(Affine(drawn(3, 3)(g))), Skip()),
+    "gate": lambda g: Tokenwise(Affine(drawn(6, 3)(g)), GatedActivation(torch.relu, "relu")),
+    "scale": lambda g: Tokenwise(Diagonal(drawn(3)(g))),
+    "moves": lambda g: Rearrange(torch.tensor([[2, 0, 2], [1, -1, 0]]), drawn(2, 3)(g), drawn(2, 3)(g)),
+    "mixture": lambda g: Series(Rearrange(torch.tensor([[2, 0], [1, 2], [0, 1]])), MixTokens(drawn(2, 3)(g))),
+    "side by side": lambda g: Series(
+        Beside(Skip(), Tokenwise(Affine(drawn(2, 3)(g)))), Tokenwise(Affine(drawn(3, 5)(g)))
+    ),
+    "sum": lambda g: Parallel(Skip(), Tokenwise(Affine(drawn(3, 3)(g)))),
+}
+
+
+def passed_exact(what: str) -> tuple[Fraction, Fraction]:
+    """By how much a bound, and a margin as computed, pass the exact margin at most: large numbers cancel first."""
+    over, off, generator = [], [], torch.Generator().manual_seed(0)
     for _ in range(20):
         x = 1e6 * (1 + torch.rand(1, 3, generator=generator).double())
         first = 1 + torch.rand(3, 3, generator=generator).double()
         first[:, 2] = -(first[:, :2] @ x[0, :2]) / x[0, 2] + 1e-6  # sums of 10⁶ that leave about one
-        last = torch.randn(2, 3, generator=generator).double()
-        parts = (LinearPart(first, None), *activation, LinearPart(last, None), PoolPart("first"))
-        lines = LinearisedNetwork(parts, x, [0])
-        bound, exact = lines.margins(0, torch.zeros(1, dtype=torch.float64))[1], exact_margin(parts, x)
-        assert Fraction(float(bound)) <= exact
+        behind = BEHIND[what](generator)
+        n, d = behind(x).shape
+        last = [Rearrange(torch.arange(n * d)[None]), Tokenwise(Affine(drawn(2, n * d)(generator)))]
+        root = Series(Tokenwise(Affine(first)), behind, *(last if n > 1 else last[1:]))
+        lines = LinearisedNetwork(root, x, [0])
+        logits = exactly(root, [[Fraction(number) for number in x[0].tolist()]])[0]
+        bound, exact = lines.margins(0, torch.zeros(1, dtype=torch.float64))[1], logits[0] - logits[1]
+        over.append(Fraction(float(bound)) - exact)
         off.append(Fraction(float(lines.logits[0] - lines.logits[1])) - exact)
-    assert max(off) > Fraction(1e-11)  # of margins of about one: far more than the last layer rounds
+    return max(over), max(off)
+
+
+@pytest.mark.parametrize("what", BEHIND)
+def test_margins_at_an_input_are_below_the_exact_ones_where_rounding_is_large(what: str) -> None:
+    """Large numbers that cancel in the first layer: the margin as computed is off, above the exact one as often as not.
+
+    Where something that is not linear follows, the error comes in through its remainder.
+    """
+    over, off = passed_exact(what)
+    assert over <= 0
+    assert off > Fraction(1e-11)  # of margins of about one: far more than the last layer rounds
+
+
+@pytest.mark.parametrize(
+    ("what", "step"), [("moves", "rearranged"), ("mixture", "mixed"), ("side by side", "beside"), ("sum", "plus")]
+)
+def test_errors_that_a_step_does_not_pass_on_are_missed(what: str, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = getattr(AffineForm, step)
+
+    def careless(*args: Any) -> AffineForm:
+        form = sound(*args)
+        return replace(form, rounding=torch.zeros_like(form.rounding))
+
+    monkeypatch.setattr(AffineForm, step, staticmethod(careless) if step == "beside" else careless)
+    assert passed_exact(what)[0] > 0
+
+
+def test_errors_that_a_product_does_not_pass_on_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = deep.multiply
+
+    def careless(a: AffineForm, u: AffineForm) -> tuple[AffineForm, ProductRemainder]:
+        form, remainder = sound(a, u)
+        rows = [
+            torch.cat([torch.zeros_like(rows[..., :1]), rows[..., 1:]], -1)
+            for rows in (remainder.left, remainder.right)
+        ]
+        return form, ProductRemainder(*rows, torch.zeros_like(remainder.noise))
+
+    monkeypatch.setattr(deep, "multiply", careless)
+    assert passed_exact("product")[0] > 0
+
+
+@pytest.mark.parametrize("what", BEHIND)
+def test_margins_are_below_the_exact_ones_where_rounding_begins(what: str) -> None:
+    """Inputs in exact numbers: what is off is what the step itself rounds, and bounds are not far below."""
+    off, generator = [], torch.Generator().manual_seed(1)
+    for _ in range(40):
+        x, behind = torch.randn(1, 3, generator=generator).double(), BEHIND[what](generator)
+        n, d = behind(x).shape
+        root = Series(behind, Rearrange(torch.arange(n * d)[None]), Tokenwise(Affine(torch.eye(2, n * d).double())))
+        lines = LinearisedNetwork(root, x, [0])
+        logits = exactly(root, [[Fraction(number) for number in x[0].tolist()]])[0]
+        bound, exact = lines.margins(0, torch.zeros(1, dtype=torch.float64))[1], logits[0] - logits[1]
+        assert Fraction(float(bound)) <= exact
+        assert float(exact - Fraction(float(bound))) < 1e-11
+        off.append(Fraction(float(lines.logits[0] - lines.logits[1])) - exact)
+    assert (max(off) > 0) == (what not in ("nothing", "relu"))
 
 
 def test_spectral_ceiling_is_above_the_norm_and_near_it() -> None:

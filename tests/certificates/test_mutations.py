@@ -63,6 +63,20 @@ def test_half_of_the_hadamard_form_is_caught() -> None:
             "",
             network_terms.SINGLE["division, tight across"],
         ),
+        (
+            "certificates.network.taylor_remainders",
+            "multiply",
+            "`a.value[..., None, None] * of_u + u.value[..., None, None] * of_a` → `a.value[..., None, None] * of_u`",
+            "",
+            network_terms.PRODUCTS["a square"],
+        ),
+        (
+            "certificates.network.taylor_remainders",
+            "_largest_bend",
+            "`2` → `1.0`",
+            "1.0 * torch.tanh(far)",
+            network_terms.SINGLE["tanh at 2.5 by 0.01"],
+        ),
         ("certificates.network.margins", "_decrease", "`0.5` → `0.25`", "", network_terms.SINGLE["corner of a cube"]),
         (
             "certificates.network.attention_remainder",

@@ -205,8 +205,8 @@ def test_what_has_no_certificate_is_named() -> None:
         hs.certify(net, image[:3], 0)
     with pytest.raises(InvalidInput, match="label"):
         hs.certify(net, image)
-    with pytest.raises(UnsupportedModel, match="no certificate for a class"):
-        hs.certify(torch.nn.Linear(2, 2), image, 0)
+    with pytest.raises(UnsupportedModel, match="gives 4 tokens of 2 numbers: put a classifier behind it"):
+        hs.certify(torch.nn.Linear(4, 2), image, 0)
     with pytest.raises(InvalidInput, match="takes no argument"):
         hs.certify(net, image, 0, radius=0.1)  # type: ignore[call-overload]
 

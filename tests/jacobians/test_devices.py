@@ -19,10 +19,11 @@ from torch.utils._pytree import tree_leaves
 
 import howsmooth as hs
 from howsmooth.jacobians import JacobianOperator, attention_jacobian
-from howsmooth.jacobians.closed_maps import ClosedAttention, Parallel, Series, Skip, Tokenwise, composed_jacobian
 from howsmooth.jacobians.tiles import TILE_SIZE, tile_size
 from howsmooth.jacobians.tokenwise import Activation, Affine, GatedActivation
 from howsmooth.jacobians.truncated_operator import truncated_jacobian
+from howsmooth.network.composed_jacobian import composed_jacobian
+from howsmooth.network.nodes import Attend, MixTokens, Parallel, Rearrange, Series, Skip, Tokenwise
 
 N, D = 12, 8
 
@@ -72,7 +73,9 @@ def operators() -> dict[str, JacobianOperator]:
     rotary = hs.SelfAttention(*torch.randn(3, D, D), heads=2, rotary=hs.Rotary.standard(4), mask="causal")
     mlp = Tokenwise(Affine(torch.randn(12, D)), GatedActivation(torch.nn.functional.silu), Affine(torch.randn(D, 6)))
     relu = Tokenwise(Affine(torch.randn(6, D)), Activation(torch.relu), Affine(torch.randn(D, 6)))
-    layer = Series(Parallel(Skip(), ClosedAttention(causal)), Parallel(Skip(), mlp), relu)
+    moves = Rearrange(torch.arange(N * D).reshape(N, D).flip(0), torch.randn(N, D))
+    pooled = Series(moves, MixTokens(torch.full((1, N), 1 / N)))
+    layer = Series(Parallel(Skip(), Attend(causal)), Parallel(Skip(), mlp), relu)
     return {
         "block": attention_jacobian(plain, x),
         "causal, streamed": attention_jacobian(causal, x, memory=0),
@@ -80,6 +83,7 @@ def operators() -> dict[str, JacobianOperator]:
         "rotary": attention_jacobian(rotary, x),
         "tiles left out": truncated_jacobian(causal, x, 1e-3),
         "layer": composed_jacobian(layer, x),
+        "moved and mixed": composed_jacobian(pooled, x),
     }
 
 

@@ -13,8 +13,8 @@ import howsmooth as hs
 from howsmooth._util.guarantee import Guarantee
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.algebra import IdentityJacobian
-from howsmooth.jacobians.closed_maps import ClosedAttention, Parallel, Skip
 from howsmooth.jacobians.operator import Accuracy, MatrixOperator
+from howsmooth.network.nodes import Attend, Parallel, Skip
 from howsmooth.norms import Measurement, frobenius_norm, golub_kahan, operator_norm
 
 
@@ -88,7 +88,7 @@ def test_float_of_a_batch_is_refused_with_advice() -> None:
     [
         (hs.SelfAttention.random(8, heads=2), Guarantee.MODELLED),
         (lambda x: x.sin(), Guarantee.MEASURED),
-        (Parallel(Skip(), ClosedAttention(hs.SelfAttention.random(8, heads=2))), Guarantee.MEASURED),
+        (Parallel(Skip(), Attend(hs.SelfAttention.random(8, heads=2))), Guarantee.MEASURED),
     ],
 )
 @pytest.mark.parametrize("norm", [2, 1, "fro", "token"])

@@ -53,7 +53,8 @@ class MapModule(nn.Module, ABC):
         True
         """
         other = copy.copy(self)
-        vars(other).update(_buffers=dict(self._buffers), _modules=dict(self._modules))
+        own = {name: dict(vars(self)[name]) for name in ("_buffers", "_modules", "_parameters")}
+        vars(other).update(own)
         for name, value in fields.items():
             if not hasattr(self, name):
                 raise InvalidInput(f"{type(self).__name__} has no field {name}.")

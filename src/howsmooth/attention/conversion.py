@@ -17,6 +17,7 @@ from howsmooth._util.common import foreign_hooks
 from howsmooth._util.validation import validated
 from howsmooth.attention.attention_map import AttentionMap, MapModule
 from howsmooth.attention.dot_product_map import SelfAttention
+from howsmooth.attention.masks import LogitBias
 from howsmooth.errors import InvalidInput, UnsupportedModel
 
 _M = TypeVar("_M", bound=nn.Module)
@@ -165,3 +166,25 @@ def known_base(module: nn.Module) -> type:
 
 def _known(cls: type) -> bool:
     return cls.__module__.partition(".")[0] in (*_OURS, "builtins", "abc", "typing")
+
+
+def check_unchanged(module: nn.Module, base: type, name: str) -> None:
+    """Refuse a module that may compute something else than its base class does."""
+    change = change_of(module, base)
+    if change is not None:
+        way_out = ": remove them first" if "hooks" in change else ""
+        raise UnsupportedModel(f"{name}, a {type(module).__name__} {change}, has no certificate{way_out}.")
+
+
+def check_map_unchanged(attention: nn.Module, name: str) -> None:
+    """Refuse an attention map whose formula, or that of a stage inside it, was overridden.
+
+    Masks may be of any class: certificates read the terms that they add to the logits.
+    """
+    check_unchanged(attention, known_base(attention), name)
+    for inner_name, inner in attention.named_modules():
+        if inner is attention or isinstance(inner, LogitBias):
+            continue
+        if known_base(inner) is nn.Module:
+            raise UnsupportedModel(f"{name}.{inner_name}, a {type(inner).__name__}, has no certificate.")
+        check_unchanged(inner, known_base(inner), f"{name}.{inner_name}")

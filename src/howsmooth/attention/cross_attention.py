@@ -170,13 +170,13 @@ class CrossSide(Composite):
         of_encoder, of_decoder = slice(0, m), slice(m, total)
         mine = self.side == "decoder"
         rows, columns = (of_decoder, slice(0, width)) if mine else (of_encoder, slice(width, whole))
-        attention = self.cross.attention.replace(logit_biases=_across(self.cross.logit_biases, n, m))
+        attention = self.cross.attention.replace(logit_biases=across(self.cross.logit_biases, n, m))
         place = Placement(total, whole, rows, columns, of_decoder, of_encoder)
         return Parts(attention, self.cross.joined(decoder, encoder), place)
 
 
-def _across(bias: Tensor | None, n: int, m: int) -> list[LogitBias]:
-    """The mask of the joined sequences, and the bias of the visible pairs."""
+def across(bias: Tensor | None, n: int, m: int) -> list[LogitBias]:
+    """The mask of m tokens that are seen and n that see, one after the other, and the bias of the visible pairs."""
     if bias is None:
         return [_Across(m)]
     if bias.shape[-2:] != (n, m):

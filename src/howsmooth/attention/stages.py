@@ -264,6 +264,7 @@ class Rotary(TokenStage):
     """
 
     linear = True
+    has_frequencies = True
 
     @validated
     def __init__(
@@ -302,6 +303,48 @@ class Rotary(TokenStage):
         angle = places.to(wide)[:, None] * self.frequencies.to(wide)
         turn = _Turn((angle.cos() * self.amplitude).to(x), (angle.sin() * self.amplitude).to(x), self.interleaved)
         return turn.jvp(x), turn
+
+
+class RotaryTable(Rotary):
+    """Rotary positions by their cosines and sines, ``(n, pairs)``, as a network holds them.
+
+    Args:
+        cos, sin: the table. frequencies: those that give the table up to rounding; None where none do.
+        interleaved, amplitude, positions: as in `Rotary`.
+    """
+
+    @validated
+    def __init__(
+        self,
+        cos: Tensor,
+        sin: Tensor,
+        interleaved: bool = False,
+        frequencies: Tensor | None = None,
+        amplitude: float = 1.0,
+        positions: Tensor | None = None,
+    ):
+        known = cos.new_zeros(cos.shape[-1]) if frequencies is None else frequencies
+        super().__init__(known, interleaved, amplitude, positions)
+        self.has_frequencies = frequencies is not None
+        self.cos: Tensor
+        self.sin: Tensor
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
+        if x.shape[-2] != len(self.cos):
+            raise InvalidInput(
+                f"rotary positions are given for {len(self.cos)} tokens, but the input has {x.shape[-2]}."
+            )
+        turn = _Turn(self.cos.to(x), self.sin.to(x), self.interleaved)
+        return turn.jvp(x), turn
+
+    @staticmethod
+    def tables_of(rotary: Rotary, n: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of rotary positions, in float64 as they are rounded for the dtype of the frequencies."""
+        places = torch.arange(n) if rotary.positions is None else rotary.positions
+        angle = places.to(rotary.frequencies.dtype)[:, None] * rotary.frequencies
+        return (angle.cos() * rotary.amplitude).double(), (angle.sin() * rotary.amplitude).double()
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from howsmooth.bounds.catalogue import CATALOGUE, SCOPES, Bound, evaluated
 from howsmooth.bounds.question_setting import Setting, setting
 from howsmooth.errors import InvalidInput
 from howsmooth.norms import Measurement
-from howsmooth.norms.local_constant import measure, measure_heads
+from howsmooth.norms.local_constant import measure_heads, measure_map
 from howsmooth.norms.measurement import NormKind
 from howsmooth.sets.near_sets import Over
 
@@ -315,7 +315,7 @@ def measurements_at(
     if where.x is None:
         return {}
     solve: Callable[..., Measurement] = (
-        measure_heads if per_head and isinstance(where.attention, AttentionMap) else measure
+        measure_heads if per_head and isinstance(where.attention, AttentionMap) else measure_map
     )
     exact = copy.deepcopy(where.attention).double()
     cheap = where.x.numel() <= _FEW_ROWS

@@ -14,8 +14,9 @@ which each normalisation sees tokens of at least that variance.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from typing import Any
 
 from howsmooth._util.guarantee import Guarantee
@@ -51,7 +52,8 @@ class Stage:
         scope: where the constant holds.
         note: how it was found.
         kind: "normalisation", "attention", "MLP", "residual" or "map".
-        branch: the stages inside a residual.
+        branch: the stages inside a residual or a sum. lengths: of each branch of a sum. skips: how often x itself is
+            added.
 
     >>> Stage.of("double", 2.0).log10
     0.301...
@@ -65,6 +67,8 @@ class Stage:
     note: str = ""
     kind: str = "map"
     branch: tuple[Stage, ...] = ()
+    lengths: tuple[int, ...] = ()
+    skips: int = 1
 
     @classmethod
     @validated
@@ -78,11 +82,19 @@ class Stage:
     @validated
     def around(cls, name: str, branch: Iterable[Stage]) -> Stage:
         """x + branch(x)."""
-        branch = tuple(branch)
-        inside = sum(stage.log10 for stage in branch)
-        # log10(1 + 10^inside) without overflow
-        total = max(inside, 0.0) + math.log1p(10 ** -abs(inside)) / math.log(10)
-        return cls(name, total, "as its branch", "1 + the product of its branch", "residual", branch)
+        return cls.summed(name, [list(branch)], 1)
+
+    @classmethod
+    def summed(cls, name: str, branches: Sequence[Sequence[Stage]], skips: int) -> Stage:
+        """A sum of branches, and of x as often as it skips them: constants of branches add up."""
+        inside = [sum(stage.log10 for stage in branch) for branch in branches] + [0.0] * skips
+        largest = max(inside, default=-math.inf)
+        total = largest
+        if math.isfinite(largest):
+            total += math.log10(sum(10 ** (one - largest) for one in inside))
+        note = "1 + the product of its branch" if skips and len(branches) == 1 else "sum over its branches"
+        flat = tuple(stage for branch in branches for stage in branch)
+        return cls(name, total, "as its branch", note, "residual", flat, tuple(map(len, branches)), skips)
 
     def leaves(self) -> Iterator[Stage]:
         """The stage itself, or what its branch consists of."""
@@ -91,7 +103,8 @@ class Stage:
     def with_one(self, chosen: Callable[[Stage], bool]) -> Stage:
         """The same with every chosen leaf replaced by a map of constant 1."""
         if self.branch:
-            return Stage.around(self.name, [stage.with_one(chosen) for stage in self.branch])
+            every = iter([stage.with_one(chosen) for stage in self.branch])
+            return Stage.summed(self.name, [list(islice(every, length)) for length in self.lengths], self.skips)
         return replace(self, log10=0.0) if chosen(self) else self
 
 

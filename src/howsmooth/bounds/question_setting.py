@@ -161,6 +161,8 @@ class HeadScores:
     @cached_property
     def _offsets(self) -> Tensor | None:
         """Every difference of two positions, or None when there are too many."""
+        if self.rotary is not None and not self.rotary.has_frequencies:
+            return None
         if self.rotary is None or self.rotary.positions is None:
             few = 2 * self.n <= _MOST_OFFSETS
             return torch.arange(-int(self.n) + 1, int(self.n), dtype=torch.float64) if few else None

@@ -26,21 +26,11 @@ from howsmooth.attention import AttentionMap
 from howsmooth.certificates.ball.on_ball import check_one_input, enclose_block_around, enclose_heads_around
 from howsmooth.certificates.classifier.patch_transformer import PatchTransformer
 from howsmooth.certificates.classifier.robust_radius import BallMargins, Classifier
-from howsmooth.certificates.network.margins import LinearisedNetwork, check_cost
-from howsmooth.certificates.network.parts_ir import (
-    SequenceClassifier,
-    read_network,
-    unchanged_attention,
-)
-from howsmooth.certificates.network.read_check import (
-    check_network,
-    double_copy,
-    preserved_random_state,
-    read_folded,
-    read_map,
-)
+from howsmooth.certificates.network.margins import LinearisedNetwork, check_cost, read_compared
+from howsmooth.certificates.network.sequence_classifier import SequenceClassifier
 from howsmooth.certificates.point.enclosure import enclose_block, enclose_heads
 from howsmooth.certificates.point.head_gram import HeadsAt
+from howsmooth.certificates.read_module import preserved_random_state, read_folded, read_map
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.sets import Around, Box, Point
 
@@ -177,7 +167,7 @@ class Robustness(_Result):
 
 @overload
 def certify(
-    f: PatchTransformer | SequenceClassifier,
+    f: nn.Module | str,
     over: Tensor,
     label: int,
     *,
@@ -198,7 +188,7 @@ def certify(
 @torch.inference_mode(False)
 @torch.no_grad()
 def certify(
-    f: Callable[[Tensor], Tensor],
+    f: Callable[..., Any] | str,
     over: Tensor | Around | Box,
     label: int | None = None,
     *,
@@ -214,13 +204,15 @@ def certify(
     but for large maps (``lower_holds``; `howsmooth.certificates.point.enclosure`,
     `howsmooth.certificates.ball.on_ball`). With a label: the largest radius
     found for which no input within it has another class (`howsmooth.certificates.classifier.robust_radius` for one
-    layer read at its class token, `howsmooth.certificates.network.margins` for several).
+    layer read at its class token, `howsmooth.certificates.network.margins` for any other).
 
     Args:
-        f: an attention map or a `torch.nn.MultiheadAttention`; with a label a `PatchTransformer` or a
-            `SequenceClassifier`.
-        over: `Point`, `Around` or `Box` of `howsmooth.sets`; tokens ``(n, d)`` are their `Point`. With a label an image
-            of pixels between 0 and 1, or tokens or their numbers ``(n,)``. Everything is computed in float64.
+        f: an attention map or a module that computes one, such as `torch.nn.MultiheadAttention`. With a label a
+            classifier: a module of torch, a model of transformers or a text that names one, such as the path of an ONNX
+            file (`howsmooth.read_network`); a `PatchTransformer` has a proof of its own.
+        over: `Point`, `Around` or `Box` of `howsmooth.sets`; tokens ``(n, d)`` are their `Point`. With a label the
+            input of the classifier: vectors ``(n, d)``, numbers of tokens ``(n,)``, whose vectors then move, or pixels.
+            Everything is computed in float64.
         label: the class that is to stay; the radius is 0 where the network says another.
         ball: with a label: "token", every token within the radius of its own place, or "frobenius", all together.
         tokens: with a label: the tokens that move, all when None.
@@ -241,19 +233,15 @@ def certify(
             raise InvalidInput(
                 "with a label the radius is the result: give the input alone, without a set or per_head."
             )
-        check_tensor(over, "x", floating=not isinstance(f, SequenceClassifier))
+        check_tensor(over, "x", floating=isinstance(f, PatchTransformer))
         if over.is_floating_point():
             check_finite(over, "x")
         label = check_count(label, "label", least=0)
         check_one_of(norm, NORMS, "norm")
-        if isinstance(f, SequenceClassifier):
-            return certify_sequence(f, over, label, ball, tokens, norm)
+        if not isinstance(f, PatchTransformer):
+            return certify_network(f, over, label, ball, tokens, norm)
         if tokens is not None or ball != "token":
             raise InvalidInput("an image moves as a whole: leave out ball and tokens.")
-        if not isinstance(f, PatchTransformer):
-            raise UnsupportedModel(
-                f"{type(f).__name__} has no certificate for a class: a PatchTransformer and a SequenceClassifier have."
-            )
         if over.dim() > 2:
             raise InvalidInput(f"one image is certified at a time, got {tuple(over.shape[:-2])} of them.")
         return certify_patches(read_folded(f, over), f.patches(over.double()), label, norm)
@@ -262,14 +250,15 @@ def certify(
     if tokens is not None or ball != "token":
         raise InvalidInput("ball and tokens are for a label: give Around(x, eps, per_token=…, moving=…) instead.")
     x = over if isinstance(over, Tensor) else over.x
-    if unchanged_attention(f, "f", x.shape[-2] if x.dim() > 1 else None) is None:
-        raise UnsupportedModel(
-            f"certify takes an attention map, a PatchTransformer or a SequenceClassifier, not {type(f).__name__}."
-        )
     check_one_input(x)
-    assert isinstance(f, nn.Module)
+    attention = read_map(f, x)
+    if attention is None:
+        raise UnsupportedModel(
+            f"without a label an attention map is certified, and this {type(f).__name__} computes more than attention: "
+            "pass the label of a class."
+        )
     region = Point(x) if isinstance(over, Tensor) else over
-    return certify_tokens(read_map(f, x, region.eps or 0.0), region, per_head=per_head)
+    return certify_tokens(attention, region, per_head=per_head)
 
 
 def certify_tokens(attention: AttentionMap, over: Around | Box, *, per_head: bool = False) -> Certificate:
@@ -312,27 +301,25 @@ def certify_patches(network: Classifier, tokens: Tensor, label: int, norm: float
 
 
 @preserved_random_state()
-def certify_sequence(
-    network: SequenceClassifier, x: Tensor, label: int, ball: str, tokens: Sequence[int] | None, norm: float
+def certify_network(
+    model: Callable[..., Any] | str, x: Tensor, label: int, ball: str, tokens: Sequence[int] | None, norm: float
 ) -> Robustness:
     """The certificate of a network of several layers, with the arguments of `certify`."""
     start = perf_counter()
     check_one_of(ball, BALLS, "ball")
-    if x.dim() != 1 + x.is_floating_point():
-        raise InvalidInput(f"tokens (n, d) or their numbers (n,) are certified, got shape {tuple(x.shape)}.")
-    double = double_copy(network)
-    at = x.double() if x.is_floating_point() else x
-    hidden = double.placed(double.embed(at))
-    n, d = hidden.shape
-    moved, parts = _moving_tokens(n, tokens), read_network(double, n)
-    check_cost(parts, n, d, len(moved))
-    lines = LinearisedNetwork(parts, hidden, moved, together=ball == "frobenius")
+    network = read_compared(model, x)
+    n, d = network.x.shape
+    moved = _moving_tokens(n, tokens)
+    check_cost(network.root, n, d, len(moved))
+    lines = LinearisedNetwork(network.root, network.x, moved, together=ball == "frobenius")
     predicted, notes = _predicted(lines.logits, label)
     radius, limiting = (0.0, predicted) if notes else lines.radius(label, norm=norm)
-    check_network(double, at, parts, lines.logits, lines.rounding(), radius)
     if radius == 0 and not notes:
         notes = ("vacuous: rounding alone may change the class",)
-    stored = x if x.is_floating_point() else network.embedding.weight  # type: ignore[union-attr]
+    weights = model.parameters() if isinstance(model, nn.Module) else ()
+    stored = next((one for one in (x, *weights) if one.is_floating_point()), network.x)
+    if network.coarsest != torch.float64:
+        notes = (*notes, "the network rounds a part to float32 by itself: proved of the same network without that")
     return Robustness(label, predicted, radius, limiting, perf_counter() - start, (*_precision(stored), *notes))
 
 

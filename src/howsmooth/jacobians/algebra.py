@@ -12,7 +12,7 @@ parts is that of each, carried through the others, and the error of a sum the su
           \qquad \nu_{A_1+\dots+A_m} = \sum_i \bigl(\nu_i + (\beta_i + 2\,\mathrm{eps})\,s_i\bigr).
 
 A relative error of a part becomes an absolute one of the whole, because parts may cancel. The sizes multiply, so for
-many layers this bound is far above what happens: `howsmooth.jacobians.closed_maps` measures it there.
+many layers this bound is far above what happens: `howsmooth.network.composed_jacobian` measures it there.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -13,11 +14,21 @@ from howsmooth.attention.composite_map import Composite
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.attention_operator import DEFAULT_MEMORY, AttentionJacobian, attention_jacobian
 from howsmooth.jacobians.cache_operator import Part, cached_jacobian
-from howsmooth.jacobians.closed_maps import OffersJacobian
 from howsmooth.jacobians.composite_operator import CompositeJacobian, composite_jacobian
 from howsmooth.jacobians.function_operator import function_jacobian
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.jacobians.truncated_operator import truncated_jacobian
+
+
+@runtime_checkable
+class OffersJacobian(Protocol):
+    """A function that knows its own Jacobian."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The value at x."""
+
+    def jacobian_at(self, x: Tensor, memory: int) -> JacobianOperator:
+        """The Jacobian at x; ``memory``: bytes of attention weights to store."""
 
 
 @validated
@@ -32,8 +43,8 @@ def jacobian(
     r"""The Jacobian :math:`J(x) = \partial f/\partial x` of ``f`` at ``x`` as an operator.
 
     Args:
-        f: an attention map, an attention layer of `howsmooth.nn`, a `torch.nn.MultiheadAttention`, a composition of
-            such (`ClosedMap`) or a part of a listed model (closed form), or any differentiable function or module
+        f: an attention map, an attention layer of `howsmooth.nn`, a `torch.nn.MultiheadAttention`, a network of
+            nodes (`howsmooth.network`) or a part of a model (closed form), or any differentiable function or module
             (torch.func).
         x: ``(n, d)`` for one map; ``(batch, n, d)`` for one map per item of the batch.
         wrt: "queries", "keys" or "values" for the derivative in those of an attention map, as a cache holds them (see

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from howsmooth._util.torch_globals import full_precision
 from howsmooth.attention.memory_layout import is_channels_first, matmul, prefers_channels_first
-from howsmooth.attention.stages import Chain, Multiple, TokenDerivative, TokenStage
+from howsmooth.attention.stages import Chain, Multiple, TokenDerivative, TokenStage, UnitNorm
 from howsmooth.jacobians.operator import Accuracy, JacobianOperator
 from howsmooth.numerics.roundoff import spread_of_sum
 from howsmooth.numerics.spectral_norms import spectral_bound
@@ -72,6 +72,45 @@ class Diagonal(TokenStage):
         return y if self.shift is None else y + self.shift.to(x), Slopes(gain)
 
 
+class Norm(TokenStage):
+    """LayerNorm or RMSNorm of single tokens: y = γ∘z/(|z|²/d + ε)^½ + β, with z = x or, ``centred``, x less its mean.
+
+    >>> x = torch.tensor([[1.0, 3.0]])
+    >>> Norm(2, eps=0.0, centred=True)(x).round(), Norm(2, eps=0.0, gain=torch.tensor([5.0, 1.0]))(x)[0, 1] > 1
+    (tensor([[-1.,  1.]]), tensor(True))
+    """
+
+    def __init__(
+        self,
+        width: int,
+        eps: float,
+        gain: Tensor | None = None,
+        shift: Tensor | None = None,
+        centred: bool = False,
+    ):
+        super().__init__()
+        self.unit, self.shift, self.centred = UnitNorm.rms(width, eps, gain), shift, centred
+        self.width, self.eps = width, eps
+
+    @property
+    def gain(self) -> Tensor | None:
+        """γ, or None for ones."""
+        return self.unit.gain
+
+    def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
+        y, derivative = self.unit.linearize(x - x.mean(-1, keepdim=True) if self.centred else x)
+        return y if self.shift is None else y + self.shift.to(x), replace(derivative, centred=self.centred)
+
+    def followed_by(self, factor: Tensor | None, shift: Tensor | None) -> Norm:
+        """The normalisation times a factor of each channel, plus a shift."""
+        gain, beta = self.gain, self.shift
+        if factor is not None:
+            gain, beta = factor if gain is None else gain * factor, None if beta is None else beta * factor
+        if shift is not None:
+            beta = shift if beta is None else beta + shift
+        return Norm(self.width, self.eps, gain, beta, self.centred)
+
+
 class Activation(TokenStage):
     """y = a(x) for a function a of single numbers, which may be any that torch can differentiate.
 
@@ -79,9 +118,13 @@ class Activation(TokenStage):
     tensor([[0., 1.]])
     """
 
-    def __init__(self, function: Callable[[Tensor], Tensor]):
+    def __init__(self, function: Callable[[Tensor], Tensor], name: str = ""):
         super().__init__()
-        self.function = function
+        self.function, self.name = function, name
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The value alone, differentiable."""
+        return self.function(x)
 
     def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
         y, slopes = _with_slopes(self.function, x)
@@ -102,14 +145,48 @@ class GatedActivation(TokenStage):
     tensor([[6.]])
     """
 
-    def __init__(self, function: Callable[[Tensor], Tensor]):
+    def __init__(self, function: Callable[[Tensor], Tensor], name: str = ""):
         super().__init__()
-        self.function = function
+        self.function, self.name = function, name
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The value alone, differentiable."""
+        gate, up = x.chunk(2, dim=-1)
+        return self.function(gate) * up
 
     def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
         gate, up = x.chunk(2, dim=-1)
         opened, slopes = _with_slopes(self.function, gate)
         return opened * up, _Gated(slopes.mul_(up), opened)
+
+
+class Softmax(TokenStage):
+    """y = softmax(x) of every token by itself, such as weights over keys that do not move.
+
+    >>> Softmax().linearize(torch.zeros(1, 2))[1].jvp(torch.tensor([[1.0, 0.0]]))
+    tensor([[ 0.2500, -0.2500]])
+    """
+
+    def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
+        y = x.softmax(-1)
+        return y, _SoftmaxDerivative(y)
+
+
+@dataclass(frozen=True)
+class _SoftmaxDerivative(TokenDerivative):
+    """dy = y∘(dx − y·dx), which is symmetric and has norm at most ½."""
+
+    weights: Tensor
+
+    def jvp(self, dx: Tensor) -> Tensor:
+        push = self.weights * dx
+        return push - self.weights * push.sum(-1, keepdim=True)
+
+    def vjp(self, gy: Tensor) -> Tensor:
+        return self.jvp(gy)
+
+    def size(self) -> float:
+        return 0.5
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,15 @@
 Every target is a function of tokens ``(n, d)`` and its input in the model. The model runs once on the window; the
 arguments of each layer (masks, positions) are recorded, and the functions call the same modules with them. Each
 function reproduces the model's own output at its tokens before it is returned. Targets of listed architectures have
-their Jacobian in closed form (`howsmooth.models.closed_parts`).
+their Jacobian in closed form (`howsmooth.models.model_part`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,27 +22,13 @@ from howsmooth._util.process_lock import LOCK, alone
 from howsmooth._util.validation import validated
 from howsmooth.attention import AttentionMap
 from howsmooth.attention.composite_map import Composite
-from howsmooth.attention.conversion import plain_map
 from howsmooth.errors import InvalidInput, UnsupportedModel
-from howsmooth.jacobians.attention_operator import DEFAULT_MEMORY
-from howsmooth.jacobians.closed_maps import ClosedMap, Series
-from howsmooth.models.attention_reader import read_attention
 from howsmooth.models.captured_sites import TOLERANCE, CapturedSite, capture
-from howsmooth.models.closed_parts import (
-    ClosedLayers,
-    ComparedLayer,
-    LayerRun,
-    ModelPart,
-    closed_tail,
-    compare_derivative,
-)
 from howsmooth.models.forward_pass import Call, RealTokens, recorded_calls, reference_mode, run_model, temporary_hooks
-from howsmooth.models.layer_wiring import ClosedLayer
 from howsmooth.models.model_inputs import Window
+from howsmooth.models.model_part import ModelPart
 from howsmooth.models.module_names import (
     CONVENTIONS,
-    AttentionSite,
-    attention_site,
     attention_sites,
     layer_modules,
     layers_without_softmax,
@@ -126,7 +112,6 @@ class Targets:
         self._outputs: dict[nn.Module, Tensor] = {}
         self._tail: list[tuple[nn.Module, Tensor, Tensor]] = []
         self._output: Any = None
-        self._closed = ClosedLayers(self.model.config.model_type, self.modules, self._attention)
 
     @property
     def layers(self) -> int:
@@ -178,12 +163,12 @@ class Targets:
         if what == "mlp":
             return self._mlp_function(layer)
         if what == "residual":
-            residual, x = self._residual(layer), self._input(layer)
-            return ModelPart(residual, x, lambda: self._closed_residual(layer, residual)), x
+            x = self._input(layer)
+            return ModelPart(self._residual(layer), x, [self.modules[layer]]), x
         first = 0 if what == "prefix" else layer
-        chain, output = self._chain(self.modules[first : layer + 1]), self._outputs[self.modules[layer]]
-        closed = partial(self._closed_series, range(first, layer + 1))
-        return self._checked(what, chain, self._input(first), output, closed)
+        return self._checked(
+            what, self.modules[first : layer + 1], self._input(first), self._outputs[self.modules[layer]]
+        )
 
     def _layer_modules(self) -> list[nn.Module]:
         """The layers: the members of the model's list of modules that hold its attention blocks."""
@@ -252,45 +237,8 @@ class Targets:
 
         return function
 
-    def _attention(self, layer: int) -> AttentionMap:
-        """The attention of a layer: captured, or read from weights and settings."""
-        if self._sites is not None:
-            attention = self.site(layer).attention
-        else:
-            positions = RealTokens.of(self.inputs).positions
-            site = self._blocks.get(layer) or attention_site(self.model, layer)
-            attention = read_attention(self.model, site, positions)
-        return plain_map(attention, "a layer in closed form")
-
-    @cached_property
-    def _blocks(self) -> dict[int, AttentionSite]:
-        """The attention blocks by layer: one walk through the model for all of them."""
-        return {site.layer: site for site in attention_sites(self.model)}
-
-    def _layer_run(self, layer: int) -> LayerRun:
-        """A layer's own definition, its input and its output."""
-        module = self.modules[layer]
-        return self._chain([module]), self._input(layer), self._outputs[module]
-
-    def _closed_layer(self, layer: int) -> ClosedLayer:
-        return self._closed.get(layer, *self._layer_run(layer))
-
-    def _closed_series(self, layers: range, tail: Sequence[nn.Module] = ()) -> ClosedMap:
-        for layer in layers[1:]:
-            if not _same(self._outputs[self.modules[layer - 1]], self._calls[self.modules[layer]].hidden):
-                raise UnsupportedModel(f"something happens between layers {layer - 1} and {layer}.")
-        compared = [ComparedLayer(self._closed, layer, *self._layer_run(layer)) for layer in layers]
-        return Series(*compared, *closed_tail(tail))
-
-    def _closed_residual(self, layer: int, function: Function) -> ClosedMap:
-        closed, x = self._closed_layer(layer).residual, self._input(layer)
-        _, operator = closed.linearize(x, DEFAULT_MEMORY, bounded=False)
-        compare_derivative(f"the residual block of layer {layer}", operator, function, x)
-        return closed
-
-    def _checked(
-        self, what: str, function: Function, x: Tensor, output: Tensor, closed: Callable[[], ClosedMap]
-    ) -> tuple[Function, Tensor]:
+    def _checked(self, what: str, modules: list[nn.Module], x: Tensor, output: Tensor) -> tuple[Function, Tensor]:
+        function = self._chain(modules)
         with torch.no_grad():
             ours = function(x)
         same_size = ours.numel() == output.numel()
@@ -300,7 +248,7 @@ class Targets:
                 f"the {what} of this {type(self.model).__name__} is more than its modules one after the other "
                 f"(relative difference {error:.1e}): measure another part of it."
             )
-        return ModelPart(function, x, closed), x
+        return ModelPart(function, x, modules), x
 
     def _mlp_modules(self, layer: int) -> list[nn.Module]:
         modules = self._mlps[layer]
@@ -315,8 +263,7 @@ class Targets:
         modules = self._mlp_modules(layer)
         hidden = self._calls[modules[0]].hidden
         x = hidden.reshape(-1, hidden.shape[-1]).detach()  # OPT drops the batch axis
-        closed = lambda: self._closed_layer(layer).mlp  # noqa: E731
-        return self._checked("mlp", self._chain(modules), x, self._outputs[modules[-1]], closed)
+        return self._checked("mlp", modules, x, self._outputs[modules[-1]])
 
     def _residual(self, layer: int) -> Function:
         """The layer up to its MLP: the input of the MLP where normalisation comes last, else the layer without MLP.
@@ -368,8 +315,7 @@ class Targets:
             if _same(x, tensor):
                 tail.append(module)
                 tensor = output
-        closed = partial(self._closed_series, range(self.layers), tail)
-        return self._checked(what, self._chain([*self.modules, *tail]), self._input(0), wanted, closed)
+        return self._checked(what, [*self.modules, *tail], self._input(0), wanted)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

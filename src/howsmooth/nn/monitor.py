@@ -30,7 +30,7 @@ from howsmooth.errors import HowsmoothError, InvalidInput
 from howsmooth.nn.hosting.call_recorder import CallRecorder, RecordedCall, RecordedMap, attention_of
 from howsmooth.nn.layers.attention_layer import precise
 from howsmooth.norms import Measurement
-from howsmooth.norms.local_constant import measure, measure_heads
+from howsmooth.norms.local_constant import measure_heads, measure_map
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -322,7 +322,7 @@ class SmoothnessMonitor:
 
     def _solve(self, name: str, f: Callable[[Tensor], Tensor], x: Tensor) -> Measurement:
         if self.upper_bound:
-            return measure(f, x, rtol=self.rtol)
+            return measure_map(f, x, rtol=self.rtol)
         known = self._vectors.get(name)
         start = torch.randn(x.shape, generator=random_stream(self._next, name)).to(x)
         steps = _FIRST_FACTOR * self.steps
@@ -330,7 +330,7 @@ class SmoothnessMonitor:
             steps = self.steps
             # A random part, should the old vector be orthogonal to the new largest direction.
             start = known.to(x) / known.norm() + _RANDOM_PART * start / start.norm()
-        measured = measure(f, x, rtol=1e-6, start=start, max_steps=steps)
+        measured = measure_map(f, x, rtol=1e-6, start=start, max_steps=steps)
         assert measured.right is not None
         self._vectors[name] = measured.right
         return measured

@@ -48,12 +48,13 @@ from howsmooth.norms.small_matrices import spectral
 
 _PART = 2**16
 """Coordinates of a map that are brought to float64 together."""
-_OPTIONS = [name for name in signature(operator_norm).parameters if name != "op"]
+SOLVER_OPTIONS = [name for name in signature(operator_norm).parameters if name != "op"]
+"""The options of the solver, by name."""
 
 
 @validated
 @full_precision
-def measure(
+def measure_map(
     f: Callable[[Tensor], Tensor],
     x: Tensor,
     norm: NormKind = 2,
@@ -97,7 +98,7 @@ def measure(
     >>> round(float(hs.measure(attention, torch.zeros(10, 1))), 3)  # the Cesàro matrix
     1.41
     """
-    check_options(solver, [*_OPTIONS, *keywords(measure)], "measure")
+    check_options(solver, [*SOLVER_OPTIONS, *keywords(measure_map)], "measure")
     known = as_attention_map(f, *x.shape[-2:-1], kind=MapModule)
     operator = jacobian(f if known is None else known, x, memory=memory, skip=skip)
     result = solve(operator, norm=norm, k=k, rtol=rtol, seed=seed, confidence=confidence, **solver)
@@ -120,15 +121,15 @@ def measure_heads(
 ) -> Measurement:
     """The local Lipschitz constant of every head x ↦ W_h f_h(x), its own slice of the output projection included.
 
-    Arguments as in `measure`; the value has shape ``(heads,)`` or ``(batch, heads)``. All heads are solved together, in
-    the coordinates of their own subspaces where that leaves the norm unchanged.
+    Arguments as in `measure_map`; the value has shape ``(heads,)`` or ``(batch, heads)``. All heads are solved
+    together, in the coordinates of their own subspaces where that leaves the norm unchanged.
 
     >>> import torch, howsmooth as hs
     >>> x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
     >>> hs.measure_heads(hs.SelfAttention.random(32, heads=4), x).value.shape
     torch.Size([4])
     """
-    check_options(solver, [*_OPTIONS, *keywords(measure_heads)], "measure_heads")
+    check_options(solver, [*SOLVER_OPTIONS, *keywords(measure_heads)], "measure_heads")
     known = as_attention_map(attention, *x.shape[-2:-1], kind=MapModule)
     if known is None:
         raise InvalidInput(

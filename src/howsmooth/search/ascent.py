@@ -30,7 +30,7 @@ from torch import Tensor
 from howsmooth._util.common import random_stream
 from howsmooth.jacobians import JacobianOperator, jacobian
 from howsmooth.norms import Measurement
-from howsmooth.norms.local_constant import measure
+from howsmooth.norms.local_constant import measure_map
 from howsmooth.search.norm_gradient import AttentionRoughness, Roughness, unit
 from howsmooth.search.search_question import Start
 from howsmooth.sets import InputSet, Tokens
@@ -45,7 +45,7 @@ ROUGH = 1e-2
 
 def norm_at(f: Callable[[Tensor], Any], x: Tensor, norm: float) -> Measurement:
     """‖J(x)‖ at one input in float64: the value of a witness and of `howsmooth.measure`."""
-    return measure(f, x.double(), norm=norm)
+    return measure_map(f, x.double(), norm=norm)
 
 
 def first_vectors(x: Tensor, roughness: Roughness) -> tuple[Tensor, Tensor]:
@@ -67,7 +67,7 @@ def first_vectors(x: Tensor, roughness: Roughness) -> tuple[Tensor, Tensor]:
             sums, signs = zip(*(_largest_row(jacobian(roughness.map, one)) for one in x), strict=True)
             return torch.stack(sums), torch.stack(signs)
         return _best_row(jacobian(roughness.map, x))
-    measured = measure(roughness.map, x, rtol=ROUGH)
+    measured = measure_map(roughness.map, x, rtol=ROUGH)
     assert measured.right is not None
     return measured.value, measured.right
 

@@ -10,14 +10,18 @@ changed and grows where it has not. *Projected gradient*: unit steps down the ma
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from howsmooth._util.validation import Count, NotNegative, Seed, validated
 from howsmooth.errors import InvalidInput
+from howsmooth.models.network_source import as_function
+from howsmooth.network.reader import tokens_shape
+from howsmooth.network.trace import first_traced
 
 Model = Callable[[Tensor], Tensor]
 _TINY = 1e-12
@@ -102,6 +106,36 @@ def projected_attack(
             delta = delta - gradient * _like(reach * (1.0 - step / (steps + 1)), x)
             delta = delta * _like((reach / _lengths(delta).clamp_min(_TINY)).clamp_max(1.0), x)
     return Attack(torch.where(smallest <= 0, _lengths(point - x), torch.inf), smallest, point)
+
+
+@validated
+def attack_network(model: Any, x: Tensor, label: int, tokens: Sequence[int] | None = None) -> float | None:
+    """The distance of the nearest input found with another class: the farthest that one of its tokens has moved.
+
+    Args:
+        model: what `howsmooth.read_network` reads, as itself. x: its input, vectors, numbers of tokens or pixels.
+        tokens: those that move, all when None.
+
+    >>> net = torch.nn.Linear(2, 2, bias=False)
+    >>> _ = net.weight.data.copy_(torch.eye(2))
+    >>> distance = attack_network(net, torch.tensor([[1.0, 0.5]]), 0)
+    >>> 0.35 <= distance < 0.36
+    True
+    """
+    function, start, _ = as_function(model, x)
+    rows, width = tokens_shape(start)
+    here = start.detach().reshape(rows, width)
+    moving = list(range(rows)) if tokens is None else list(tokens)
+
+    def logits(moved: Tensor) -> Tensor:
+        places = torch.tensor(moving)
+        several = [here.index_put((places,), one) for one in moved]
+        return torch.stack([first_traced(function(one.reshape(start.shape))).reshape(-1) for one in several])
+
+    found = minimal_norm_attack(logits, here[moving][None], torch.tensor([label]))
+    if not bool(found.distance.isfinite()):
+        return None
+    return float((found.point[0] - here[moving]).norm(dim=-1).max())
 
 
 def _slope(model: Model, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

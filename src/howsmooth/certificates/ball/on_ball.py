@@ -20,13 +20,13 @@ from howsmooth._util.guarantee import Guarantee, weakest
 from howsmooth._util.torch_globals import full_precision
 from howsmooth._util.validation import NotNegative, check_count, check_finite, check_tensor, validated
 from howsmooth.attention import AttentionMap
+from howsmooth.attention.conversion import check_map_unchanged
 from howsmooth.bounds.neighbourhood import three_path_ball_of
 from howsmooth.bounds.question_setting import Setting
 from howsmooth.bounds.three_paths import Paths
 from howsmooth.certificates.ball.block_ball import LIMIT, BlockBall
 from howsmooth.certificates.ball.head_ball import HeadBall
 from howsmooth.certificates.ball.nonlinear_ball import NonlinearBall
-from howsmooth.certificates.network.parts_ir import check_attention_unchanged
 from howsmooth.certificates.point.enclosure import (
     Enclosure,
     enclose_block,
@@ -155,7 +155,7 @@ def certified_constants(
     (torch.Size([2]), torch.Size([5, 8]))
     """
     check_one_input(x)
-    check_attention_unchanged(attention, "attention")
+    check_map_unchanged(attention, "attention")
     x, moves = x.double(), move_radii(len(x), radius, tokens)
     at = HeadsAt(attention, x, stored=True)
     groups = [group for (group,) in at.groups(reduced=False)]

@@ -68,20 +68,53 @@ class AffineForm:
         slopes = tuple(torch.einsum("pd,ndmb->npmb", weight, slope) for slope in self.slopes)
         return AffineForm(value, slopes, rounding)
 
-    def pool(self, how: str) -> AffineForm:
-        """The mean of all tokens, or the first."""
-        if how == "first":
-            return AffineForm(self.value[:1], tuple(slope[:1] for slope in self.slopes), self.rounding)
-        rounding = self.rounding + gamma(len(self.value) + 4) * self.size
-        return AffineForm(self.value.mean(0)[None], tuple(slope.mean(0)[None] for slope in self.slopes), rounding)
+    def rearranged(self, index: Tensor, factor: Tensor | None = None, constant: Tensor | None = None) -> AffineForm:
+        """y = factor · x.flat[index] (−1: nothing) + constant, ``(n', d')`` as the index."""
+        absent, places = index < 0, index.clamp_min(0)
+        weight = torch.ones(index.shape, dtype=self.value.dtype) if factor is None else factor.to(self.value)
+        weight = weight.masked_fill(absent, 0.0)
+        value = self.value.flatten()[places] * weight
+        slopes = tuple(slope.flatten(0, 1)[places] * weight[..., None, None] for slope in self.slopes)
+        sums = weight.detach().square().new_zeros(self.value.numel())
+        norm = sums.index_add(0, places.flatten(), weight.detach().square().flatten()).amax().sqrt()
+        unit = gamma(4) * (factor is not None)
+        rounding = norm * (1 + gamma(8)) * (self.rounding + unit * self.size)
+        if constant is not None:
+            constant = constant.to(value)
+            value = value + constant
+            size = constant.detach().norm() + value.detach().norm()
+            rounding = torch.cat([rounding[:1] + gamma(4) * size, rounding[1:]])
+        return AffineForm(value, slopes, rounding)
 
-    def plus(self, branch: AffineForm) -> AffineForm:
-        """The sum with a branch that starts from this form, and has all of its sources first."""
-        slopes = [*self.slopes, *(torch.zeros_like(slope) for slope in branch.slopes[len(self.slopes) :])]
-        rounding = pad(self.rounding, (0, len(branch.rounding) - len(self.rounding))) + branch.rounding
-        slopes = [a + b for a, b in zip(slopes, branch.slopes, strict=True)]
-        total = AffineForm(self.value + branch.value, tuple(slopes), rounding)
-        return replace(total, rounding=rounding + gamma(4) * (total.size + branch.size))
+    def mixed(self, matrix: Tensor) -> AffineForm:
+        """M x: every token a sum of tokens."""
+        matrix = matrix.to(self.value)
+        rounding = matrix.norm() * (self.rounding + gamma(matrix.shape[1] + 8) * self.size)
+        slopes = tuple(torch.einsum("pn,ndmb->pdmb", matrix, slope) for slope in self.slopes)
+        return AffineForm(matrix @ self.value, slopes, rounding)
+
+    def channels(self, start: int, stop: int) -> AffineForm:
+        """Some numbers of every token."""
+        return AffineForm(self.value[:, start:stop], tuple(s[:, start:stop] for s in self.slopes), self.rounding)
+
+    @staticmethod
+    def beside(forms: Sequence[AffineForm]) -> AffineForm:
+        """The numbers of several forms with the same sources, side by side in each token."""
+        slopes = tuple(torch.cat(several, 1) for several in zip(*(form.slopes for form in forms), strict=True))
+        rounding = sum((form.rounding for form in forms[1:]), forms[0].rounding)
+        return AffineForm(torch.cat([form.value for form in forms], -1), slopes, rounding)
+
+    def with_sources_of(self, other: AffineForm) -> AffineForm:
+        """The same form with slopes of zero in the sources that another has besides."""
+        more = [self.value.new_zeros(*self.value.shape, *slope.shape[2:]) for slope in other.slopes[len(self.slopes) :]]
+        rounding = pad(self.rounding, (0, len(other.rounding) - len(self.rounding)))
+        return AffineForm(self.value, (*self.slopes, *more), rounding)
+
+    def plus(self, other: AffineForm) -> AffineForm:
+        """The sum with a form of the same sources."""
+        slopes = [a + b for a, b in zip(self.slopes, other.slopes, strict=True)]
+        total = AffineForm(self.value + other.value, tuple(slopes), self.rounding + other.rounding)
+        return replace(total, rounding=total.rounding + gamma(4) * (total.size + other.size))
 
     def after(
         self, value: Tensor, slopes: Sequence[Tensor], source: Tensor, rounded: Tensor | float = 0.0

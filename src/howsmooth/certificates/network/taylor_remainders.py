@@ -1,6 +1,6 @@
 """Bounds on the Taylor remainders of normalisations and activations on a ball.
 
-Division z/N with N = (|z|²/d + ε)^½ has |e| ≤ R²/(√(3d) N₋²), ReLU has 0 ≤ e ≤ (D − |z⁰|)₊, GELU and SiLU have
+Division z/N with N = (|z|²/d + ε)^½ has |e| ≤ R²/(√(3d) N₋²), ReLU has 0 ≤ e ≤ (D − |z⁰|)₊, smooth activations have
 |e| ≤ ½D² max|φ''| for moves of at most R of a token or D of a number.
 
 Proof: docs/theory/certificates-network.md, section "Taylor remainders".
@@ -9,6 +9,7 @@ Proof: docs/theory/certificates-network.md, section "Taylor remainders".
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -106,30 +107,110 @@ class ActivationRemainder(Remainder):
         if self.activation == "relu":
             upper = (moved - size).clamp_min(0.0)
             return -noise.expand_as(upper), upper + noise
-        if self.activation == "gelu":
-            falling = torch.exp(-near.square() / 2) / (2 * torch.pi) ** 0.5
-            ends = (2 - near.square()).abs(), (2 - far.square()).abs()
-        else:
-            falling = torch.sigmoid(near) * torch.sigmoid(-near)
-            ends = (2 - near * torch.tanh(near / 2)).abs(), (2 - far * torch.tanh(far / 2)).abs()
-        curved = 0.5 * moved.square() * falling * torch.maximum(*ends)
+        curved = 0.5 * moved.square() * _largest_bend(self.activation, near, far)
         upper = torch.minimum(curved, 2.3 * moved) * (1 + ROUNDED) + noise  # |φ'| ≤ 1.13, twice
         return -upper, upper
+
+
+def _largest_bend(activation: str, near: Tensor, far: Tensor) -> Tensor:
+    """≥ |φ''(t)| for all near ≤ |t| ≤ far, but for rounding; each factor is monotone in |t|."""
+    match activation:
+        case "gelu":
+            falling = torch.exp(-near.square() / 2) / (2 * torch.pi) ** 0.5
+            ends = (2 - near.square()).abs(), (2 - far.square()).abs()
+        case "silu":
+            falling = torch.sigmoid(near) * torch.sigmoid(-near)
+            ends = (2 - near * torch.tanh(near / 2)).abs(), (2 - far * torch.tanh(far / 2)).abs()
+        case "tanh":  # |φ''| = 2 |tanh| (1 − tanh²)
+            return 2 * torch.tanh(far) * torch.cosh(near.clamp_max(300.0)).square().reciprocal()
+        case "sigmoid":  # |φ''| = σ(1 − σ)|1 − 2σ|
+            return torch.sigmoid(near) * torch.sigmoid(-near) * torch.tanh(far / 2)
+        case _:  # ½t(1 + tanh u): |φ''| ≤ (1 − tanh² u)(u' + ½|t u''| + |t tanh u| u'²)
+            inner, steep = _cubic(far)
+            falling = torch.cosh(_cubic(near)[0].clamp_max(300.0)).square().reciprocal()
+            return falling * (steep + 3 * _CUBE * _ROOT * far.square() + far * torch.tanh(inner) * steep.square())
+    return falling * torch.maximum(*ends)
+
+
+_ROOT, _CUBE = (2 / torch.pi) ** 0.5, 0.044715
+
+
+def _cubic(t: Tensor) -> tuple[Tensor, Tensor]:
+    """u = √(2/π)(t + 0.044715 t³) of GELU by tanh, and its derivative."""
+    return _ROOT * (t + _CUBE * t**3), _ROOT * (1 + 3 * _CUBE * t.square())
+
+
+def _gelu(z: Tensor) -> tuple[Tensor, Tensor]:
+    slope = 0.5 * torch.erfc(-z / 2**0.5) + z * torch.exp(-z.square() / 2) / (2 * torch.pi) ** 0.5
+    return torch.nn.functional.gelu(z), slope
+
+
+def _gelu_tanh(z: Tensor) -> tuple[Tensor, Tensor]:
+    inner, steep = _cubic(z)
+    t = torch.tanh(inner)
+    return torch.nn.functional.gelu(z, approximate="tanh"), 0.5 * (1 + t) + 0.5 * z * (1 - t.square()) * steep
+
+
+def _silu(z: Tensor) -> tuple[Tensor, Tensor]:
+    on = torch.sigmoid(z)
+    return torch.nn.functional.silu(z), on * (1 + z * (1 - on))
+
+
+_VALUES: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "relu": lambda z: (torch.relu(z), (z > 0).to(z.dtype)),
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "silu": _silu,
+    "tanh": lambda z: (torch.tanh(z), 1 - torch.tanh(z).square()),
+    "sigmoid": lambda z: (torch.sigmoid(z), torch.sigmoid(z) * torch.sigmoid(-z)),
+}
+"""Value and derivative of every activation whose remainder is bounded."""
+CERTIFIED_ACTIVATIONS = tuple(_VALUES)
+"""The activations whose remainders are bounded."""
 
 
 def activate(form: AffineForm, activation: str) -> tuple[AffineForm, ActivationRemainder]:
     """The form behind an activation, with a source for the remainder."""
     z = form.value
-    if activation == "relu":
-        value, slope = torch.relu(z), (z > 0).to(z.dtype)
-    elif activation == "gelu":
-        value = torch.nn.functional.gelu(z)
-        slope = 0.5 * torch.erfc(-z / 2**0.5) + z * torch.exp(-z.square() / 2) / (2 * torch.pi) ** 0.5
-    else:
-        value, on = torch.nn.functional.silu(z), torch.sigmoid(z)
-        slope = on * (1 + z * (1 - on))
+    value, slope = _VALUES[activation](z)
     slopes = [slope[:, :, None, None] * one for one in form.slopes]
     noise = 1.2 * form.rounding + gamma(2**11) * form.size
     remainder = ActivationRemainder(activation, z, form.number_gauge(), noise, form.token_gauge(1), form.slopes[0])
     eye = torch.eye(z.shape[-1], dtype=z.dtype)
     return form.after(value, slopes, block_diagonal(eye, len(z))), remainder
+
+
+@dataclass(frozen=True)
+class ProductRemainder(Remainder):
+    """The remainder Δa∘Δu of a product a∘u.
+
+    Attributes:
+        left, right: gauges of the moves of a and u, ``(n, d, ·)``. noise: of rounding.
+    """
+
+    left: Tensor
+    right: Tensor
+    noise: Tensor
+
+    def numbers(self, reach: Tensor) -> tuple[Tensor, Tensor]:
+        upper = moved_by(self.left, reach) * moved_by(self.right, reach) * (1 + ROUNDED)
+        upper = upper + moved_by(self.noise, reach)
+        return -upper, upper
+
+
+def multiply(a: AffineForm, u: AffineForm) -> tuple[AffineForm, ProductRemainder]:
+    """The form of a product of two forms with the same sources, with a source for its remainder.
+
+    a∘u = a⁰∘u⁰ + a⁰∘Δu + u⁰∘Δa + Δa∘Δu, where the moves hold the rounding errors of a and u.
+    """
+    value = a.value * u.value
+    slopes = [
+        a.value[..., None, None] * of_u + u.value[..., None, None] * of_a
+        for of_a, of_u in zip(a.slopes, u.slopes, strict=True)
+    ]
+    largest = [form.value.detach().abs().amax() for form in (a, u)]
+    noise = largest[0] * u.rounding + largest[1] * a.rounding
+    noise = noise + gamma(8) * (largest[0] * u.size + largest[1] * a.size)
+    remainder = ProductRemainder(a.number_gauge(), u.number_gauge(), noise)
+    eye = torch.eye(value.shape[-1], dtype=value.dtype)
+    return a.after(value, slopes, block_diagonal(eye, len(value))), remainder

@@ -22,7 +22,7 @@ from howsmooth.bounds.point_bounds import three_path_of
 from howsmooth.certificates.point.head_gram import HeadBlocks, HeadsAt, StackedHeads
 from howsmooth.certificates.point.proved_eigenvalue import cholesky_bound, deflated_bound, top_eigenvalue
 from howsmooth.errors import InvalidInput
-from howsmooth.norms.local_constant import measure, measure_heads
+from howsmooth.norms.local_constant import measure_heads, measure_map
 from howsmooth.numerics.roundoff import gamma
 
 CHOLESKY = 6144
@@ -107,7 +107,7 @@ def enclose_block(at: HeadsAt, heads: Sequence[Enclosure] | None = None) -> Encl
     if attention.heads > 1 and n * d > BLOCK:
         stacked = StackedHeads.of(at) if n * d <= STACKED else None
         if stacked is not None and math.isfinite(stacked.off) and _LEAST < stacked.rounding < 1 / _LEAST:
-            left = measure(attention, at.x.double(), k=min(BLOCK_DEFLATED, at.x.numel()), rtol=1e-2).left
+            left = measure_map(attention, at.x.double(), k=min(BLOCK_DEFLATED, at.x.numel()), rtol=1e-2).left
             assert left is not None
             return _deflated(stacked, left.double().flatten(1).mT)
         return _sum_of_heads(at, heads)
@@ -140,7 +140,7 @@ def _unit(heads: Sequence[HeadBlocks]) -> float:
 
 def _sum_of_heads(at: HeadsAt, heads: Sequence[Enclosure] | None) -> Enclosure:
     heads = enclose_heads(at) if heads is None else heads
-    upper, found = norm_of_head_sum(at.map, [head.upper for head in heads]), measure(at.map, at.x)
+    upper, found = norm_of_head_sum(at.map, [head.upper for head in heads]), measure_map(at.map, at.x)
     return Enclosure(float(found.lower), upper, sum_of_heads(heads), found.lower_holds)
 
 

@@ -1,7 +1,8 @@
-"""Parts that were read are compared with the module itself, which is left as it was."""
+"""What was read of a module is compared with the module itself, which is left as it was."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ from torch.nn.utils import parametrize
 import howsmooth as hs
 from evidence.deep_networks import draw_network
 from evidence.read_networks import Counting
+from howsmooth._util.common import first_tensor
 from howsmooth.certificates import PatchTransformer, Residual, SelfAttend, SequenceClassifier, certified_margins
-from howsmooth.certificates.network.parts_ir import read_network
-from howsmooth.certificates.network.read_check import double_copy, evaluate_parts
+from howsmooth.certificates.read_module import double_copy, read_classifier
 from howsmooth.errors import UnsupportedModel
 from tests.certificates.test_robust_radius import networks
 
@@ -46,36 +47,53 @@ def certified(net: SequenceClassifier) -> float:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_parts_compute_what_the_network_does(seed: int) -> None:
+def test_nodes_compute_what_the_network_does(seed: int) -> None:
     case = draw_network(seed)
-    parts = read_network(case.network, len(case.x))
-    torch.testing.assert_close(evaluate_parts(parts, case.network.placed(case.x))[0], case.network(case.x))
+    read = read_classifier(case.network, case.x)
+    torch.testing.assert_close(read(case.x)[0], case.network(case.x))
+    torch.testing.assert_close(read(2 * case.x)[0], case.network(2 * case.x))
 
 
 @pytest.mark.parametrize("factor", [2.0, 1 + 1e-7])
-def test_a_map_that_is_offered_and_not_computed_is_refused_by_name(factor: float) -> None:
+def test_a_map_that_is_offered_and_not_computed_is_refused(factor: float) -> None:
     assert certified(network(nn.ReLU(), Offering(1.0))) > 0
     net = network(nn.ReLU(), Offering(factor))
-    with pytest.raises(UnsupportedModel, match=r"layers\.1, a Offering, computes something else than was read"):
+    with pytest.raises(UnsupportedModel, match="what was read of this network differs from its own output"):
         certified(net)
-    with pytest.raises(UnsupportedModel, match=r"layers\.1, a Offering, computes something else than was read"):
+    with pytest.raises(UnsupportedModel, match="what was read of this network differs from its own output"):
         certified_margins(net, X, 0, 0.1)
 
 
 @pytest.mark.parametrize(("factor", "there"), [(1 + 1e-5, 1.0), (1.0, 1 + 1e-5)])
 def test_what_differs_only_off_the_input_or_only_there_is_refused(factor: float, there: float) -> None:
-    offering = Offering(factor, X, there)
-    with pytest.raises(UnsupportedModel, match=r"layers\.0, a Offering, computes something else"):
-        certified(network(offering))
-    with pytest.raises(UnsupportedModel, match="Offering computes something else"):
-        hs.certify(offering, X)
+    for offering, said in (
+        (Offering(factor, X, there), "looks at the values of its input in layers.0"),
+        (Sly(factor, X, there), "differs from its own output"),
+    ):
+        with pytest.raises(UnsupportedModel, match=said):
+            certified(network(offering))
+        with pytest.raises(UnsupportedModel, match=said.removesuffix(" in layers.0")):
+            hs.certify(offering, X)
 
 
-def test_a_pool_that_was_changed_to_another_word_is_refused() -> None:
+def test_a_pool_that_was_changed_to_another_word_is_read_as_what_it_does() -> None:
     net = network(nn.Linear(4, 4))
-    net.pool = "last"
-    with pytest.raises(UnsupportedModel, match="the network computes something else"):
-        certified(net)
+    net.pool = "last"  # which its forward takes for the first
+    torch.testing.assert_close(certified_margins(net, X, 0, 0.0), net(X)[0] - net(X), rtol=0, atol=1e-8)
+    mean = certified(net)
+    net.pool = "first"
+    assert certified(net) == mean > 0
+
+
+class Sly(Offering):
+    """Looks at its input behind the back of a trace."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        known = self.known is not None and getattr(x, "value", x).tolist() == self.known.tolist()
+        return (self.there if known else self.factor) * self.attention(x)
+
+    def attention_map(self, n: int | None = None) -> hs.SelfAttention:
+        return self.attention
 
 
 class Cut(Offering):
@@ -90,30 +108,65 @@ class Cut(Offering):
 
 
 def test_a_derivative_that_differs_is_refused_where_outputs_agree() -> None:
-    with pytest.raises(UnsupportedModel, match="the network computes something else than was read"):
-        certified(network(Cut(1.0)))
-    with pytest.raises(UnsupportedModel, match="Cut computes something else than was read"):
-        hs.certify(Cut(1.0), X)
+    for call in (lambda: certified(network(Cut(1.0))), lambda: hs.certify(Cut(1.0), X)):
+        with pytest.raises(
+            UnsupportedModel, match="derivative of what was read of this network differs from autograd's"
+        ):
+            call()
 
 
-def test_a_forward_changed_for_a_whole_class_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+class Through(nn.Module):
+    """Rounds to eighths, straight through for autograd."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (torch.round(8 * x) / 8 - x).detach()
+
+
+class Still(nn.Module):
+    """Values that autograd does not know of."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x.detach()) + x
+
+
+@pytest.mark.parametrize("kind", [Through, Still])
+def test_a_part_that_is_detached_is_refused_by_its_derivative(kind: type[nn.Module]) -> None:
+    with pytest.raises(UnsupportedModel, match=r"differs from autograd's|is not known"):
+        certified(network(nn.Linear(4, 4), kind()))
+
+
+def test_a_forward_changed_for_a_whole_class_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """No class overrides anything, and no module has a hook."""
     plain = nn.LayerNorm.forward
     net = network(nn.Linear(4, 4), nn.LayerNorm(4))
+    before = certified_margins(net, X, 0, 0.0)
     monkeypatch.setattr(nn.LayerNorm, "forward", lambda self, x: 1.01 * plain(self, x))
-    with pytest.raises(UnsupportedModel, match=r"layers\.1, a LayerNorm, computes something else"):
-        certified(net)
+    margins = certified_margins(net, X, 0, 0.0)
+    torch.testing.assert_close(margins, net(X)[0] - net(X), rtol=0, atol=1e-8)
+    assert not torch.allclose(margins, before, atol=1e-6)
 
 
-def test_an_activation_in_place_that_changes_its_residual_is_refused() -> None:
+def test_an_activation_in_place_that_changes_its_residual_is_read() -> None:
+    """x + relu_(x) is twice the ReLU, as the network itself has it."""
+    torch.manual_seed(0)
     assert certified(network(nn.ReLU(inplace=True))) > 0
-    with pytest.raises(UnsupportedModel, match=r"layers\.0, a Residual, computes something else"):
-        certified(network(Residual(nn.ReLU(inplace=True))))
+    net = network(nn.Linear(4, 4), Residual(nn.ReLU(inplace=True)))
+    plain = network(nn.Linear(4, 4), nn.ReLU(), Twice())
+    plain.load_state_dict(net.state_dict())
+    torch.testing.assert_close(certified_margins(net, X, 0, 0.0), net(X)[0] - net(X), rtol=0, atol=1e-8)
+    assert certified(net) == pytest.approx(certified(plain), rel=1e-9)
+
+
+class Twice(nn.Module):
+    """Twice its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
 
 
 def test_weights_that_change_from_call_to_call_are_refused() -> None:
     layer = parametrize.register_parametrization(nn.Linear(4, 4), "weight", Counting(1e-6))
-    with pytest.raises(UnsupportedModel, match="computes something else"):
+    with pytest.raises(UnsupportedModel, match="gives other outputs at every call"):
         certified(network(layer))
 
 
@@ -213,17 +266,37 @@ def inside() -> nn.Module:
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        (lambda: Louder(4, 2), "that overrides __call__ of MultiheadAttention"),
         (lambda: LouderMap(*torch.eye(4).expand(4, 4, 4)), "that overrides forward of SelfAttention"),
-        (lambda: LouderLayer(4, 2), "that overrides combine of DotProductAttention"),
-        (hooked, "with forward hooks"),
-        (inside, "f.in_proj, a Linear with forward hooks"),
-        (lambda: Offering(2.0), "Offering computes something else"),
+        (lambda: LouderLayer(4, 2), "differs from its own output"),
+        (lambda: Offering(2.0), "differs from its own output"),
+        (lambda: nn.Sequential(nn.MultiheadAttention(4, 2), nn.Linear(4, 4)), "does not run"),
+        (lambda: Residual(SelfAttend(nn.MultiheadAttention(4, 2))), "computes more than attention: pass the label"),
     ],
 )
 def test_an_attention_that_is_something_else_has_no_certificate(made: Any, said: str, radius: float) -> None:
     with pytest.raises(UnsupportedModel, match=said):
         hs.certify(made(), hs.sets.Around(X, radius))
+
+
+@pytest.mark.parametrize("radius", [0.0, 0.01])
+@pytest.mark.parametrize("made", [lambda: Louder(4, 2), hooked, inside])
+def test_an_attention_that_is_changed_on_its_way_is_certified_as_what_it_computes(made: Any, radius: float) -> None:
+    torch.manual_seed(0)
+    layer = made()
+    double = copy.deepcopy(layer).double()
+
+    def call(z: Tensor) -> Tensor:
+        return first_tensor(double(z, z, z) if isinstance(layer, nn.MultiheadAttention) else double(z))
+
+    proof = hs.certify(layer, hs.sets.Around(X, radius))
+    for step in range(8 if radius else 1):
+        move = torch.randn(3, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        there = X + radius * move / move.norm(dim=-1, keepdim=True)
+        exact = torch.linalg.matrix_norm(torch.autograd.functional.jacobian(call, there).reshape(12, 12), 2)
+        assert float(exact) <= float(proof.upper) * (1 + 1e-12)
+    exact = torch.linalg.matrix_norm(torch.autograd.functional.jacobian(call, X).reshape(12, 12), 2)
+    assert float(proof.lower) <= float(exact) * (1 + 1e-12)
+    assert float(proof.upper) <= 2 * float(exact)
 
 
 @pytest.mark.parametrize("kind", ["DotProductAttention", "L2Attention", "ContractiveL2Attention", "CosineAttention"])

@@ -1,4 +1,4 @@
-"""Networks are read as what they compute: repeated modules, subclasses, hooks, parametrisations, encoders."""
+"""Classifiers of sequences are read as what they compute: repeated modules, subclasses, hooks, encoders, weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, parametrize
 import howsmooth as hs
 from evidence.read_networks import FOREIGN, Doubled, Less, MaxPool, OnePlus, Skip, TwiceMLP, downhill
 from howsmooth.certificates import CentredNorm, Residual, SelfAttend, SequenceClassifier, certified_margins
-from howsmooth.certificates.network.parts_ir import rms_eps
+from howsmooth.certificates.read_module import read_classifier, rms_eps
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from tests.certificates.test_margins import change
 
@@ -56,8 +56,20 @@ class Noisy(nn.Module):
         return weight + torch.randn_like(weight)
 
 
-def twice(module: nn.Module, args: object, output: Tensor) -> Tensor:
-    return 2 * output
+class Stored(nn.Linear):
+    """A weight that is put together anew for every call, as old parametrisations do."""
+
+    def __init__(self, width: int):
+        super().__init__(width, width)
+        self.register_forward_pre_hook(lambda module, args: setattr(module, "made", module.weight.T * 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.made + self.bias  # type: ignore[operator]
+
+
+def bent(module: object, args: object, output: Tensor) -> Tensor:
+    """A hook that scales every channel by a number of its own."""
+    return output * torch.linspace(0.5, 1.5, output.shape[-1], dtype=output.dtype)
 
 
 def encoder_layer(dropout: float = 0.0, **options: Any) -> nn.TransformerEncoderLayer:
@@ -100,60 +112,106 @@ def test_a_shared_layer_is_read_wherever_it_stands() -> None:
         torch.testing.assert_close(certified_margins(net, x, 0, 0.0), net(x)[0] - net(x), rtol=0, atol=1e-8)
 
 
+def is_right(net: nn.Module, n: int = 3) -> float:
+    """The radius of a random input, once nodes, margins and what an attack inside meets are those of the network."""
+    x = torch.randn(n, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    there = x + 0.3 * torch.randn(n, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    read = read_classifier(net, x)
+    with torch.no_grad():
+        logits = net(x)
+        for point in (x, there):
+            own, _ = read.root.linearize(point, 0, bounded=False)
+            torch.testing.assert_close(own[0], net(point), rtol=1e-10, atol=1e-10)
+        label = int(logits.argmax())
+        margins = certified_margins(net, x, label, 0.0)
+        torch.testing.assert_close(margins, logits[label] - logits, rtol=0, atol=1e-8)
+        assert bool((margins <= logits[label] - logits + 1e-14).all())
+    radius = hs.certify(net, x, label).radius
+    assert radius > 0
+    assert downhill(net, x, label, radius) > 0
+    return radius
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: Skip(nn.Linear(4, 4)),
+        lambda: Reversed(nn.Linear(4, 4), nn.ReLU()),
+        lambda: Doubled(4, 4),
+        lambda: OnePlus(4),
+        lambda: Less(nn.Linear(4, 4)),
+        lambda: TwiceMLP(4, 2, 6, 0.0),
+        FOREIGN["encoders, another order"],
+        lambda: nn.Sequential(nn.Identity(), Doubled(4, 4)),
+        lambda: Stored(4),
+    ],
+)
+def test_a_class_of_its_own_is_read_as_what_it_computes(layer: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    net = network(layer()).eval()
+    with torch.no_grad():
+        for parameter in net.parameters():  # gains of one would not tell a gain from one plus it
+            parameter += 0.2 * torch.randn_like(parameter)
+    is_right(net)
+
+
 @pytest.mark.parametrize(
     ("layer", "said"),
     [
-        (lambda: Skip(nn.Linear(4, 4)), "layers.0, a Skip that overrides forward of Sequential"),
-        (lambda: Reversed(nn.Linear(4, 4), nn.ReLU()), "layers.0, a Reversed that overrides __iter__ of Sequential"),
-        (lambda: Doubled(4, 4), "layers.0, a Doubled that overrides forward of Linear"),
-        (lambda: OnePlus(4), "layers.0, a OnePlus that overrides forward of RMSNorm"),
-        (lambda: Less(nn.Linear(4, 4)), "layers.0, a Less that overrides forward of Residual"),
-        (lambda: TwiceMLP(4, 2, 6, 0.0), "layers.0, a TwiceMLP that overrides _ff_block of TransformerEncoderLayer"),
-        (FOREIGN["encoders, another order"], "layers.0.layers, a Backwards that overrides __iter__ of ModuleList"),
-        (lambda: SelfAttend(OtherOutput(4, 2)), "layers.0.layer, a OtherOutput that overrides combine"),
-        (lambda: nn.Sequential(nn.Identity(), Doubled(4, 4)), "layers.0.1, a Doubled"),
-        (lambda: nn.AlphaDropout(0.5), "layers.0, a AlphaDropout, has no certificate"),
-        (lambda: encoder_layer(activation=nn.GELU("tanh")), "GELU by its tanh formula"),
-        (lambda: encoder_layer(activation=torch.tanh), "only ReLU, GELU and SiLU"),
+        (lambda: SelfAttend(OtherOutput(4, 2)), "differs from its own output by a relative 1"),
+        (lambda: nn.AlphaDropout(0.5), r"layers\.0 is dropout in training mode"),
+        (lambda: encoder_layer(activation=nn.GELU("tanh")), "gelu_tanh"),
+        (lambda: encoder_layer(activation=nn.Softplus()), r"activation softplus in layers\.0.*only relu, gelu"),
+        (FOREIGN["parts that differ off the point"], r"is not known: \w+ in layers\.0"),
     ],
 )
-def test_a_class_of_its_own_is_refused_by_name(layer: Callable[[], nn.Module], said: str) -> None:
+def test_what_has_no_certificate_is_refused_by_what_it_does(layer: Callable[[], nn.Module], said: str) -> None:
     with pytest.raises(UnsupportedModel, match=said):
         certified(network(layer()))
 
 
-@pytest.mark.parametrize(("kind", "said"), [(MaxPool, "forward"), (Twice, "placed")])
-def test_a_classifier_of_its_own_is_refused(kind: type[SequenceClassifier], said: str) -> None:
-    with pytest.raises(UnsupportedModel, match=f"the network, a {kind.__name__} that overrides {said}"):
-        certified(network(nn.Linear(4, 4), kind=kind))
+def test_the_largest_over_tokens_is_refused_by_name_and_another_way_in_is_read() -> None:
+    torch.manual_seed(0)
+    with pytest.raises(UnsupportedModel, match=r"not known: amax\.$"):
+        certified(network(nn.Linear(4, 4), kind=MaxPool))
+    doubled, plain = network(nn.Linear(4, 4), kind=Twice), network(nn.Linear(4, 4))
+    plain.load_state_dict(doubled.state_dict())
+    with torch.no_grad():
+        plain.layers[0].weight *= 2  # type: ignore[operator]
+    assert is_right(doubled) == pytest.approx(is_right(plain), rel=1e-9)
 
 
 @pytest.mark.parametrize("where", ["layers.0", "layers.0.linear1", "layers.0.dropout2", "layers", "classes", ""])
 @pytest.mark.parametrize("kind", ["hook", "pre-hook"])
-def test_a_hook_anywhere_is_refused(where: str, kind: str) -> None:
+def test_a_hook_anywhere_is_part_of_what_is_read(where: str, kind: str) -> None:
+    torch.manual_seed(0)
     net = network(encoder_layer()).eval()
+    without = is_right(net)
     module = net.get_submodule(where)
     handle = (
-        module.register_forward_hook(twice)
+        module.register_forward_hook(bent)
         if kind == "hook"
-        else module.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+        else module.register_forward_pre_hook(lambda module, args: (bent(module, args, args[0]),))
     )
-    with pytest.raises(UnsupportedModel, match=f"{where or 'the network'}, a .* with forward hooks.*remove them first"):
-        certified(net)
+    assert is_right(net) != pytest.approx(without, rel=1e-3)
     handle.remove()
-    assert certified(net) > 0
+    assert is_right(net) == without
 
 
-def test_a_hook_for_all_modules_and_a_replaced_forward_are_refused() -> None:
+def test_a_hook_for_all_modules_and_a_replaced_forward_are_part_of_what_is_read() -> None:
+    torch.manual_seed(0)
     net = network(nn.Linear(4, 4))
-    handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
-    with pytest.raises(UnsupportedModel, match="under forward hooks for all modules"):
-        certified(net)
-    handle.remove()
+    without = is_right(net)
+    handle = nn.modules.module.register_module_forward_hook(bent)
+    try:
+        assert is_right(net) != pytest.approx(without, rel=1e-3)
+    finally:
+        handle.remove()
     plain = net.layers[0].forward
-    net.layers[0].forward = lambda x: 2 * plain(x)
-    with pytest.raises(UnsupportedModel, match=r"layers\.0, a Linear whose forward was replaced"):
-        certified(net)
+    net.layers[0].forward = lambda x: bent(None, (), plain(x))
+    assert is_right(net) != pytest.approx(without, rel=1e-3)
+    with pytest.raises(UnsupportedModel, match="does not run on this input in float64"):
+        certified(net.float())  # the copy in float64 still calls the layer in float32
 
 
 def test_a_subclass_that_computes_the_same_is_read() -> None:
@@ -182,10 +240,14 @@ def test_weights_that_do_not_keep_still_are_refused() -> None:
     with pytest.raises(InvalidInput, match="a spectral norm in training mode, changes at every call"):
         hs.certify(net, torch.zeros(3, 4), 0)
     assert all(torch.equal(value, state[name]) for name, value in net.state_dict().items())
+    old = nn.utils.spectral_norm(nn.Linear(4, 4))
+    with pytest.raises(InvalidInput, match=r"layers\.0, a spectral norm in training mode, changes at every call"):
+        hs.certify(network(old), torch.zeros(3, 4), 0)
+    is_right(network(old).eval())
     layer = nn.Linear(4, 4)
     parametrize.register_parametrization(layer, "weight", Noisy())
     net, drawn = network(layer), torch.get_rng_state()
-    with pytest.raises(UnsupportedModel, match=r"layers\.0, a ParametrizedLinear, computes something else"):
+    with pytest.raises(UnsupportedModel, match="gives other outputs at every call"):
         hs.certify(net, torch.ones(3, 4), 0)
     assert torch.equal(torch.get_rng_state(), drawn)
 
@@ -193,12 +255,12 @@ def test_weights_that_do_not_keep_still_are_refused() -> None:
 @pytest.mark.parametrize("dropped", ["self_attn", "dropout", "dropout1", "dropout2"])
 def test_an_encoder_layer_in_training_mode_with_dropout_is_refused(dropped: str) -> None:
     net = network(encoder_layer(dropout=0.1))
-    with pytest.raises(InvalidInput, match=r"training mode.*call \.eval\(\) first"):
+    with pytest.raises(UnsupportedModel, match=r"call \.eval\(\) first"):
         certified(net)
     net.eval()
     assert certified(net) > 0
     getattr(net.layers[0], dropped).train()
-    with pytest.raises(InvalidInput, match=r"training mode.*call \.eval\(\) first"):
+    with pytest.raises(UnsupportedModel, match=r"call \.eval\(\) first"):
         certified(net)
 
 
@@ -239,6 +301,25 @@ def test_every_parameter_of_an_encoder_gets_the_gradient_of_finite_differences(k
         step = 1e-5 * torch.randn_like(parameter)
         assert change(bound, parameter, step) == pytest.approx(float((slope * step).sum()), rel=1e-3, abs=1e-9), name
         assert float(slope.abs().max()) > 1e-6, name
+
+
+def test_the_vectors_of_words_get_gradients_where_words_are_given_by_number() -> None:
+    torch.manual_seed(0)
+    layers = [Residual(CentredNorm(4), nn.Linear(4, 4)), nn.GELU()]
+    net = SequenceClassifier(layers, nn.Linear(4, 2), nn.Embedding(7, 4), torch.randn(3, 4)).double()
+    ids = torch.tensor([5, 2, 5])
+    label = int(net(ids).argmax())
+
+    def bound() -> Tensor:
+        return certified_margins(net, ids, label, 0.05)[1 - label]
+
+    (slope,) = torch.autograd.grad(bound(), net.embedding.weight)  # type: ignore[union-attr]
+    assert slope.norm(dim=-1).nonzero().flatten().tolist() == [2, 5]
+    step = 1e-5 * torch.randn_like(slope)
+    found = change(bound, net.embedding.weight, step)  # type: ignore[union-attr, arg-type]
+    assert found == pytest.approx(float((slope * step).sum()), rel=1e-3)
+    vectors = net.embedding(ids)  # type: ignore[misc]
+    assert hs.certify(net, ids, label).radius == hs.certify(net, vectors.detach(), label).radius
 
 
 def test_the_epsilon_of_an_rms_norm_is_that_of_torch() -> None:

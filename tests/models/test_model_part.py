@@ -1,7 +1,8 @@
-"""Layers and models in closed form against dense autograd, for every architecture that can be read."""
+"""Parts of models in closed form against dense autograd, for every architecture, and where there is none."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,11 +10,12 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.jacobians.closed_maps import ClosedAttention, ComposedJacobian
 from howsmooth.jacobians.function_operator import DerivativeWarning, FunctionJacobian
-from howsmooth.models import MODEL_TYPES, OpenModel, Targets, Window, closed_parts, open_model
+from howsmooth.models import MODEL_TYPES, OpenModel, Targets, Window, model_part, open_model
 from howsmooth.models.attention_reader import random_inputs
-from howsmooth.models.layer_wiring import WIRINGS
+from howsmooth.network.attention_forms import HeadLogits
+from howsmooth.network.composed_jacobian import ComposedJacobian
+from howsmooth.network.nodes import Attend
 from howsmooth.testing import dense_jacobian
 from tests.models.test_captured_sites import other_model
 from tests.models.tiny import TINY
@@ -32,17 +34,17 @@ def norm(matrix: Tensor) -> float:
     return float(torch.linalg.matrix_norm(matrix.double(), 2))
 
 
-BY_AUTOGRAD = {"cohere", "deepseek_v2", "deepseek_v3", "exaone4", "gpt_oss", "llama4_text", "olmo2", "olmo3"}
-BY_AUTOGRAD |= {"qwen3_moe", "qwen3_next"}
-"""Sinks, gates, latent projections, norms over all heads, experts: their layers have no closed form here yet."""
+BY_AUTOGRAD = {"deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text", "qwen3_moe", "qwen3_next"}
+"""Mixtures of experts: which tokens an expert sees depends on the data, and with it the shapes of what it computes."""
 
 
-def test_every_other_architecture_has_a_wiring() -> None:
-    assert set(WIRINGS) == set(MODEL_TYPES) - BY_AUTOGRAD
+def test_every_listed_architecture_is_compared_here() -> None:
+    assert set(MODEL_TYPES) == set(TINY)
+    assert set(TINY) > BY_AUTOGRAD
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(BY_AUTOGRAD & set(TINY)))
+@pytest.mark.parametrize("name", sorted(BY_AUTOGRAD))
 def test_a_model_without_closed_form_is_differentiated_by_autograd_and_says_so(name: str) -> None:
     J = hs.jacobian(*tiny_targets(name).get("model"))
     assert isinstance(J, FunctionJacobian)
@@ -100,7 +102,7 @@ def test_ends_in_single_precision_contain_the_truth(name: str) -> None:
     targets = tiny_targets(name, torch.float32)
     for what in ("layer", "model"):
         f, x = targets.get(what, 1)
-        J, exact = hs.jacobian(f, x), hs.jacobian(f.closed(), x.double()).dense()  # type: ignore[union-attr]
+        J, exact = hs.jacobian(f, x), hs.jacobian(f.network().root, x.double()).dense()  # type: ignore[union-attr]
         assert norm(J.dense().double() - exact) <= J.accuracy.point * norm(exact)
         m = hs.measure(f, x, dense_limit=1)
         assert float(m.lower) <= norm(exact) <= float(m.upper)
@@ -113,7 +115,7 @@ def test_blur_covers_the_whole_error_of_other_architectures(name: str) -> None:
     targets = tiny_targets(name, torch.float32)
     for what in ("layer", "model"):
         f, x = targets.get(what, 1)
-        J, exact = hs.jacobian(f, x), hs.jacobian(f.closed(), x.double()).dense()  # type: ignore[union-attr]
+        J, exact = hs.jacobian(f, x), hs.jacobian(f.network().root, x.double()).dense()  # type: ignore[union-attr]
         assert norm(J.dense().double() - exact) <= J.accuracy.point * norm(exact)
         m = hs.measure(f, x, dense_limit=1)
         assert float(m.lower) <= norm(exact) <= float(m.upper)
@@ -132,50 +134,96 @@ def test_logits_are_a_linear_map_of_the_last_state(spec: str) -> None:
 
 
 @pytest.mark.slow
-def test_an_unlisted_architecture_keeps_torch_func_and_says_so() -> None:
+def test_an_unlisted_architecture_has_closed_forms_as_well() -> None:
     model = other_model("bart").requires_grad_(False)
     model.set_attn_implementation("eager")
     opened = OpenModel("bart", model, None, "text", "", "float32", 99, "")
     f, x = Targets(opened, Window(torch.tensor([[5, 6, 7, 8]]), [], 0)).get("layer", 0)
     J = hs.jacobian(f, x)
+    assert isinstance(J, ComposedJacobian)
+    torch.testing.assert_close(J.dense(), dense_jacobian(f.function, x), rtol=1e-4, atol=1e-5)  # type: ignore[union-attr]
+
+
+def changed(monkeypatch: pytest.MonkeyPatch, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Targets:
+    """A model whose first layer has a forward of its own."""
+    targets = tiny_targets("llama")
+    module = targets.modules[0]
+    monkeypatch.setattr(module, "forward", change(module.forward))
+    return targets
+
+
+@pytest.mark.slow
+def test_a_layer_with_a_forward_of_its_own_is_read_as_what_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    f, x = changed(monkeypatch, lambda own: lambda *args, **kwargs: 1.5 * own(*args, **kwargs)).get("layer", 0)
+    J = hs.jacobian(f, x)
+    assert isinstance(J, ComposedJacobian)
+    torch.testing.assert_close(J.dense(), dense_jacobian(f.function, x), rtol=1e-4, atol=1e-6)  # type: ignore[union-attr]
+
+
+@pytest.mark.slow
+def test_parts_with_an_operation_that_is_not_known_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    f, x = changed(monkeypatch, lambda own: lambda *args, **kwargs: own(*args, **kwargs).cumsum(1)).get("layer", 0)
+    J = hs.jacobian(f, x)
     assert isinstance(J, FunctionJacobian)
-    assert J.notes[0].startswith("the Jacobian is that of torch.func, without closed forms: the parts of a")
+    assert J.notes[0].startswith("the Jacobian is that of torch.func, without closed forms: a closed form needs every")
+    assert "cumsum" in J.notes[0]
     assert J.notes[0] in hs.measure(f, x).notes
+    torch.testing.assert_close(J.dense(), dense_jacobian(f, x), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow
 def test_parts_that_do_not_reproduce_the_output_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    targets = tiny_targets("llama")
-    module = targets.modules[1]
-    own = module.forward
-
-    def scaled(*args: Any, **kwargs: Any) -> Any:  # a feature that the table does not know
-        return 1.5 * own(*args, **kwargs)
-
-    monkeypatch.setattr(module, "forward", scaled)
-    f, x = targets.get("layer", 1)
+    """As if the reading forgot the scale of the logits."""
+    monkeypatch.setattr(HeadLogits, "scaled", lambda self, factor: self)
+    f, x = tiny_targets("llama").get("layer", 1)
     J = hs.jacobian(f, x)
     assert isinstance(J, FunctionJacobian)
-    assert "layer 1 put together differ from its own output by a relative" in J.notes[0]
+    assert "what was read differs from its own output by a relative" in J.notes[0]
     torch.testing.assert_close(J.dense(), dense_jacobian(f, x), rtol=1e-4, atol=1e-6)
+
+
+class HalfGradient(torch.autograd.Function):
+    """x, with half of its derivative."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grad: Tensor) -> Tensor:
+        return 0.5 * grad[0]
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        return 0.5 * tangents[0]
 
 
 @pytest.mark.slow
 def test_parts_with_another_derivative_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same value at the tokens, and a derivative that is half as large: only autograd can tell."""
-    targets = tiny_targets("llama")
-    module = targets.modules[0]
-    own = module.forward
-
-    def halved(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return own((hidden_states + hidden_states.detach()) / 2, *args, **kwargs)
-
-    monkeypatch.setattr(module, "forward", halved)
-    f, x = targets.get("layer", 0)
+    f, x = changed(monkeypatch, lambda own: lambda x, *args, **kwargs: own(HalfGradient.apply(x), *args, **kwargs)).get(
+        "layer", 0
+    )
     with pytest.warns(DerivativeWarning, match="moves otherwise"):
         J = hs.jacobian(f, x)
     assert isinstance(J, FunctionJacobian)
     assert "differs from autograd's by a relative" in J.notes[0]
+
+
+@pytest.mark.slow
+def test_parts_that_are_partly_detached_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def halved(own: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x, *args, **kwargs: own((x + x.detach()) / 2, *args, **kwargs)
+
+    f, x = changed(monkeypatch, halved).get("layer", 0)
+    with pytest.warns(DerivativeWarning, match="moves otherwise"):
+        J = hs.jacobian(f, x)
+    assert isinstance(J, FunctionJacobian)
+    assert "detach" in J.notes[0]
 
 
 def test_other_tokens_than_those_of_the_window_go_through_torch_func() -> None:
@@ -184,8 +232,8 @@ def test_other_tokens_than_those_of_the_window_go_through_torch_func() -> None:
 
 
 def test_long_inputs_are_compared_by_their_output_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(closed_parts, "MAX_COMPARED", 1)
-    monkeypatch.setattr(closed_parts, "compare_derivative", lambda *given: pytest.fail("autograd was asked"))
+    monkeypatch.setattr(model_part, "MAX_COMPARED", 1)
+    monkeypatch.setattr(model_part, "compare_derivative", lambda *given: pytest.fail("autograd was asked"))
     f, x = tiny_targets("llama").get("layer", 0)
     assert isinstance(hs.jacobian(f, x), ComposedJacobian)
 
@@ -193,40 +241,41 @@ def test_long_inputs_are_compared_by_their_output_alone(monkeypatch: pytest.Monk
 def test_a_model_is_evaluated_once_in_closed_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """The forward pass that compares a layer with the model is the one that its Jacobian is made of."""
     seen: list[torch.dtype] = []
-    own = ClosedAttention.linearize
+    own = Attend.linearize
 
-    def counted(self: ClosedAttention, x: Tensor, memory: int, bounded: bool = True) -> Any:
+    def counted(self: Attend, x: Tensor, memory: int, bounded: bool = True) -> Any:
         seen.append(x.dtype)
         return own(self, x, memory, bounded)
 
-    monkeypatch.setattr(ClosedAttention, "linearize", counted)
+    monkeypatch.setattr(Attend, "linearize", counted)
     targets = tiny_targets("bert", torch.float32)
     assert isinstance(hs.jacobian(*targets.get("model")), ComposedJacobian)
     assert seen == [torch.float64] * targets.layers  # and rounded from there
 
 
-def test_autograd_is_asked_once_for_a_layer_and_again_when_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    own = closed_parts.compare_derivative
-    monkeypatch.setattr(
-        closed_parts, "compare_derivative", lambda name, *given: (asked.append(name), own(name, *given))
-    )
+def test_autograd_is_asked_once_for_a_model_and_again_when_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[None] = []
+    own = model_part.compare_derivative
+    monkeypatch.setattr(model_part, "compare_derivative", lambda *given: (asked.append(None), own(*given)))
     model = TINY["llama"].build().requires_grad_(False).double()
     model.set_attn_implementation("eager")
     opened = OpenModel("llama", model, None, "text", "", "float32", 99, "")
 
-    def compared(*tokens: int) -> list[str]:
+    def times(*tokens: int, what: str = "model") -> int:
         asked.clear()
         targets = Targets(opened, Window(torch.tensor([tokens]), [], 0))
-        assert isinstance(hs.jacobian(*targets.get("model")), ComposedJacobian)
-        return list(asked)
+        assert isinstance(hs.jacobian(*targets.get(what, 0)), ComposedJacobian)
+        return len(asked)
 
-    layers = [f"layer {i}" for i in range(len(model.layers))]
-    assert compared(5, 6, 7) == layers
-    assert compared(8, 9, 10, 11) == []
+    assert times(5, 6, 7) == 1
+    assert times(8, 9, 10, 11) == 0
     model.layers[1].mlp.up_proj.weight.mul_(1.01)
-    assert compared(5, 6, 7) == ["layer 1"]
+    assert times(5, 6, 7) == 1
+    assert times(5, 6, 7) == 0
     model.layers[0].mlp.up_proj = torch.nn.Linear(
         *reversed(model.layers[0].mlp.up_proj.weight.shape), bias=False
     ).double()
-    assert compared(5, 6, 7) == ["layer 0"]
+    assert times(5, 6, 7) == 1
+    assert times(5, 6, 7, what="layer") == 1
+    assert times(8, 9, 10, what="layer") == 0
+    assert times(5, 6, 7, what="residual") == 1

@@ -1,0 +1,3 @@
+from .reader import Network
+
+__all__ = ["Network"]
