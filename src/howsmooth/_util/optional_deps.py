@@ -21,6 +21,7 @@ EXTRAS = {
     "normflows": ("normflows", "flows"),
     "submitit": ("submitit", "slurm"),
     "ray": ("ray", "ray"),
+    "onnx": ("onnx", "onnx"),
 }
 """Module → its package, and the extra of howsmooth that brings it."""
 
