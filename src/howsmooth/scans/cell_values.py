@@ -23,8 +23,9 @@ from howsmooth.bounds.catalogue import upper_bounds
 from howsmooth.errors import InvalidInput
 from howsmooth.models import OpenModel, Targets
 from howsmooth.models.checkpoint_files import free_bytes
+from howsmooth.models.network_parts import NetworkTargets
 from howsmooth.norms import Measurement
-from howsmooth.norms.local_constant import explain, measure, measure_heads
+from howsmooth.norms.local_constant import explain, measure_heads, measure_map
 from howsmooth.scans.plan import CellBatch, ScanCell, ScanSettings
 
 CellValues = dict[str, Any]
@@ -61,11 +62,13 @@ def map_values(f: Callable[[Tensor], Tensor], x: Tensor, settings: ScanSettings)
         total, reasons = _measured(f, x, settings, per_head=False)
         (bounds,) = _bounds(f, x, settings, per_head=False)
     else:
-        total, reasons, bounds = measure(f, x, **_solver(settings)), {}, {}
+        total, reasons, bounds = measure_map(f, x, **_solver(settings)), {}, {}
     return _values(total, (), x, time.perf_counter() - begun, reasons, bounds)
 
 
-def measure_batch(targets: Targets, batch: CellBatch, settings: ScanSettings) -> list[tuple[ScanCell, CellValues]]:
+def measure_batch(
+    targets: Targets | NetworkTargets, batch: CellBatch, settings: ScanSettings
+) -> list[tuple[ScanCell, CellValues]]:
     """The cells of a batch with their numbers.
 
     All heads of a layer are measured even if some are asked for: their random starts are drawn together, and a number
@@ -89,7 +92,7 @@ def _measured(
 ) -> tuple[Measurement, Reasons]:
     """The measurement and, if asked for, what explains it; of a block, its strongest sink and mean entropy."""
     if not settings.explain:
-        return (measure_heads if per_head else measure)(attention, x, **_solver(settings)), {}
+        return (measure_heads if per_head else measure_map)(attention, x, **_solver(settings)), {}
     story = explain(attention, x, per_head=per_head, influence=False, **_solver(settings))
     sink, sink_token, entropy = story.sink, story.sink_token, story.entropy
     if not per_head:
@@ -159,7 +162,7 @@ class ModelSizes:
     @classmethod
     def of(cls, model: OpenModel) -> ModelSizes:
         """From its configuration; 1 where it has no such entry."""
-        config: Any = model.model.config
+        config: Any = getattr(model.model, "config", None)
         names = ("hidden_size", "num_attention_heads", "num_hidden_layers")
         sizes = [getattr(config, name, None) for name in names]
         return cls(*(size if isinstance(size, int) else 1 for size in sizes))

@@ -24,7 +24,8 @@ import numpy as np
 from scipy.optimize import nnls
 
 from howsmooth._util.validation import Count, check_numbers, validated
-from howsmooth.models import Targets, Window
+from howsmooth.models import Window
+from howsmooth.models.own_networks import OwnNetwork, targets_at
 from howsmooth.scans.cell_values import ModelSizes, least_bytes, measure_batch
 from howsmooth.scans.plan import OF_SOFTMAX, CellBatch
 from howsmooth.scans.units import split
@@ -124,12 +125,13 @@ def _calibrated(ready: Prepared, plan: Sequence[CellBatch], clock: Callable[[], 
     width, cut = ModelSizes.of(ready.model).width, ready.cut
     planned = sorted({batch.length for batch in plan})
     short = [n for n in planned if n <= _LONGEST]
-    lengths = sorted({*short[:1], *short[-1:]} | {n for n in (16, 64, 128) if n < planned[-1]})
+    others = () if isinstance(ready.model, OwnNetwork) else (16, 64, 128)
+    lengths = sorted({*short[:1], *short[-1:], *planned[:1]} | {n for n in others if n < planned[-1]})
     times: dict[str, list[tuple[int, float]]] = {}
     for n in [lengths[0], *lengths]:  # the first is a warm-up and is not counted
         window = cut[n][0] if n in cut else _cut_short(cut[planned[-1]][0], n)
         begun = clock()
-        targets = Targets(ready.model, window)
+        targets = targets_at(ready.model, window)
         targets.read(maps=any(batch.what in OF_SOFTMAX for batch in plan))
         seen = {_READ: [clock() - begun]}
         for batch in _samples(plan):

@@ -357,7 +357,7 @@ def _with_softmax(
     if refused and (named is not None or selection.layers is not None):
         raise UnsupportedModel(f"{without[refused[0] or 0]}: choose other layers, or what=layer.")
     if len(refused) == len(chosen):
-        raise UnsupportedModel("no layer of this model has softmax attention: scan what=layer instead.")
+        raise UnsupportedModel("no layer of this model has softmax attention: scan what=layer or what=model instead.")
     return [layer for layer in chosen if layer not in without]
 
 

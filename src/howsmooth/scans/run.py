@@ -25,7 +25,9 @@ from howsmooth.errors import InvalidInput
 from howsmooth.models import OpenModel, Targets, Window, open_model
 from howsmooth.models.in_memory import model_in_memory
 from howsmooth.models.model_inputs import file_named, joined_texts, read_input
+from howsmooth.models.network_parts import NetworkTargets
 from howsmooth.models.open_source import twin_of
+from howsmooth.models.own_networks import OwnNetwork, is_own, own_network, read_inputs, targets_at
 from howsmooth.scans import units
 from howsmooth.scans.cell_values import CellValues, check_fits, fitting, measure_batch
 from howsmooth.scans.cost import predict
@@ -62,7 +64,7 @@ class Prepared:
     model: OpenModel
     plan: list[CellBatch]
     cut: dict[int, list[Window]]
-    at_hand: dict[tuple[int, int], Targets]
+    at_hand: dict[tuple[int, int], Targets | NetworkTargets]
     identity: Identity
     notes: tuple[str, ...]
 
@@ -73,20 +75,21 @@ def prepare(model: Any, text: Any, options: ScanOptions) -> Prepared:
     layers = None if options.layers is None else parse_numbers(options.layers)
     common = None if options.lengths is None else parse_lengths(options.lengths)
     model = _opened(model, options, head=any(selection.what == "logits" for selection in selections))
-    dataset = None
-    if text is not None and not isinstance(text, str | Path):
+    own, dataset, notes = isinstance(model, OwnNetwork), None, tuple[str, ...]()
+    if text is not None and not isinstance(text, str | Path) and not own:
         dataset, text = joined_texts(text, options.column)
     elif options.column is not None:
         raise InvalidInput("a column is chosen from a dataset: leave it out for a text or a file.")
-    text, notes = (text, ()) if dataset else file_named(text)
-    name, content, digest = read_input(text, model.modality)
+    if not dataset and not own:
+        text, notes = file_named(text)
+    name, content, digest = read_inputs(text) if own else read_input(text, model.modality)
     common = common or (model.usual_length(content),)
     needed = sorted({length for selection in selections for length in selection.lengths or common})
     cut = {length: model.windows(content, length, settings.windows, settings.seed) for length in needed}
     for length in needed:
         check_fits(model, length)
     with fitting(needed[0]):
-        first = Targets(model, cut[needed[0]][0])
+        first = targets_at(model, cut[needed[0]][0])
         heads = _heads(first, selections)
     without = first.skipped
     plan = make_plan(selections, common, settings.windows, heads, layers, without)
@@ -107,6 +110,10 @@ def prepare(model: Any, text: Any, options: ScanOptions) -> Prepared:
 def _opened(model: Any, options: ScanOptions, head: bool) -> OpenModel:
     """The model to scan, whatever its source is."""
     device, dtype, device_map, tokenizer = options.device, options.dtype, options.device_map, options.tokenizer
+    if is_own(model):
+        if device_map is not None or tokenizer is not None:
+            raise InvalidInput("a network of your own has no tokenizer and no device_map: leave them out.")
+        return own_network(model).on(device).in_dtype(dtype)
     if isinstance(model, str | Path):
         if tokenizer is not None:
             raise InvalidInput("a tokenizer goes with a model in memory: one that is opened by name brings its own.")
@@ -125,7 +132,7 @@ def _storable(name: str) -> str:
     return name.encode(errors="surrogateescape").decode(errors="replace")
 
 
-def _heads(targets: Targets, selections: Sequence[Selection]) -> list[int]:
+def _heads(targets: Targets | NetworkTargets, selections: Sequence[Selection]) -> list[int]:
     """The number of heads of each layer; 0 where none is requested, so that any attention is accepted."""
     if any(selection.what == "head" for selection in selections):
         without = targets.skipped
@@ -173,7 +180,7 @@ class ScanDriver:
                 self._tell(f"n = {length}, window {index}: reading")
                 window, batches = self.ready.cut[length][index], list(group)
                 with fitting(length):
-                    targets = self.ready.at_hand.pop((length, index), None) or Targets(self.ready.model, window)
+                    targets = self.ready.at_hand.pop((length, index), None) or targets_at(self.ready.model, window)
                     targets.read(maps=any(batch.what in OF_SOFTMAX for batch in batches))
                 for batch in batches:
                     self._tell(_label(batch))
@@ -251,8 +258,10 @@ def scan(model: Any, text: Any = None, **options: Any) -> Scan:
     Args:
         model: a named model, a folder of a model or of a PEFT adapter (also as a `Path`), a hub id, the result of
             `howsmooth.models.open_model`, or a model or pipeline of transformers in memory, also compiled or with a
-            PEFT adapter: a copy is measured.
-        text: the text itself, the path of a file (an image or .wav where the model reads such; also as a string, when
+            PEFT adapter: a copy is measured. Any other module of torch, an ONNX file, an exported program or
+            ``module:attribute``: its blocks of attention, the layers that hold them, the whole.
+        text: of a network of one's own its input, or several of one shape. Of a model the text itself, the path of a
+            file (an image or .wav where the model reads such; also as a string, when
             there is a file of that name), a list of texts or a dataset of them, or None for Alice in Wonderland.
         options: see `howsmooth.scans.ScanOptions`: lengths, windows, layers, what, out, resume, rtol, seed, ….
 
@@ -267,6 +276,8 @@ def scan(model: Any, text: Any = None, **options: Any) -> Scan:
     chosen = ScanOptions(**options)
     shard = None if chosen.shard is None else parse_shard(chosen.shard)
     ready = prepare(model, text, chosen)
+    if chosen.reference is not None and isinstance(ready.model, OwnNetwork):
+        raise InvalidInput("the reference with random weights is for models of transformers: leave it out.")
     twin = twin_of(ready.model) if chosen.reference == "random" else None
     scanned = _measured(ready, chosen, shard)
     if twin is None:

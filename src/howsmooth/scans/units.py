@@ -29,6 +29,8 @@ from howsmooth._util.validation import shown
 from howsmooth.engines.dispatch import WorkerMisconfigured
 from howsmooth.errors import InvalidInput
 from howsmooth.models import OpenModel, Targets, Window, open_model
+from howsmooth.models.network_parts import NetworkTargets
+from howsmooth.models.own_networks import OwnNetwork, is_own, own_network, targets_at
 from howsmooth.scans.cell_values import CellValues, fitting, measure_batch
 from howsmooth.scans.plan import OF_SOFTMAX, CellBatch, ScanCell, ScanSettings
 from howsmooth.scans.scan_store import Store
@@ -51,6 +53,8 @@ class Origin:
     @classmethod
     def of(cls, model: OpenModel) -> Origin:
         """That of an open model, and of this process."""
+        if isinstance(model, OwnNetwork):
+            return cls(model.name, False, model.sha256, _software(), "cpu", model.dtype)
         head = model.model.base_model is not model.model
         return cls(model.name, head, model.sha256, _software(), str(model.model.device), model.dtype)
 
@@ -104,7 +108,7 @@ class Worker:
 
     def __init__(self) -> None:
         self._open: tuple[Origin, OpenModel] | None = None
-        self._read: tuple[Origin, bytes, Targets] | None = None
+        self._read: tuple[Origin, bytes, Targets | NetworkTargets] | None = None
 
     def use(self, origin: Origin, model: OpenModel) -> None:
         """Replace the open model."""
@@ -123,7 +127,7 @@ class Worker:
         with fitting(unit.batches[0].length):
             if self._read is None or self._read[:2] != key:
                 self._read = None
-                targets = Targets(model, Window(torch.from_numpy(unit.ids.copy()), [], 0))
+                targets = targets_at(model, Window(torch.from_numpy(unit.ids.copy()), [], 0))
                 targets.read(maps=any(batch.what in OF_SOFTMAX for batch in unit.batches))
                 self._read = (*key, targets)
             targets = self._read[2]
@@ -151,7 +155,10 @@ def _opened(origin: Origin) -> OpenModel:
             f"{where} has {_software()}, but the driver {origin.software}: install the same versions there."
         )
     try:
-        model = open_model(origin.model, head=origin.head, device=origin.device, dtype=origin.dtype)
+        if is_own(origin.model):
+            model: OpenModel = own_network(origin.model).in_dtype(origin.dtype)
+        else:
+            model = open_model(origin.model, head=origin.head, device=origin.device, dtype=origin.dtype)
     except Exception as error:
         raise WorkerMisconfigured(
             f"{where} cannot open {origin.model} on {origin.device} ({first_line(error)}): give it the same files; a "
