@@ -248,7 +248,9 @@ def test_ends_that_differ_in_their_guarantees_print_both() -> None:
 
 OUTSIDE = {
     "__init__.pyi": "names hs.certify and its results",
+    "attention/conversion.py": "refuses, for certificates, a map whose formula was overridden",
     "cli/certify.py": "the command that prints certificates",
+    "cli/networks.py": "prints those of networks",
     "cli/program.py": "names that command",
     "reports/sections.py": "the section on certificates",
     "reports/assets/certificates.html.jinja": "its page",

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from howsmooth.bounds.bound_table import BoundRow, Table, table, with_witness
 from howsmooth.bounds.catalogue import SCOPES
+from howsmooth.cli.networks import bound_source, is_network
 from howsmooth.cli.options import AsJson, Figure, command, output_option, what_option, where_option
 from howsmooth.cli.source_options import OVER, MapAtTokens, MapOptions, norm_image
 from howsmooth.cli.terminal import NOT_CONVERGED, print_json, print_line, show, step_progress
@@ -39,6 +40,7 @@ def bounds(
     refused: Annotated[
         bool, output_option("Also list the bounds that do not apply, with the reason.", "--refused")
     ] = False,
+    whole: Annotated[bool, what_option("The product bound on a whole model, node by node.", "--whole")] = False,
     figure: Figure = None,
     as_json: AsJson = False,
     latex: Annotated[bool, output_option("Print a LaTeX table (booktabs).", "--latex")] = False,
@@ -52,10 +54,17 @@ def bounds(
       howsmooth bounds random --width 64 --heads 4 --length 16,64,256 --over ball:2
       howsmooth bounds gpt2.safetensors --prefix h.0.attn. --heads 12 --causal --over norm:h.0.ln_1 --length 1024
       howsmooth bounds minilm --layer 2 --length 96 --figure bounds.png
+      howsmooth bounds minilm --whole --length 96
+      howsmooth bounds net.onnx --over ball:2
       howsmooth bounds layer.pt --heads 8 --input tokens.npy --over around:0.01 --json
     """
     if as_json and latex:
         raise InvalidInput("--json and --latex are two ways to print the same table: choose one.")
+    if is_network(options) or whole:
+        if latex or figure is not None or per_head or refused:
+            raise InvalidInput("a whole network has one product bound: leave --latex, --figure and the like out.")
+        bound_source(options, over, as_json)
+        return
     named = SetText.parse(over)
     if len(named.sizes) > 1:
         raise InvalidInput(f"bounds are for one set at a time: give one size in --over, got {over!r}.")

@@ -19,10 +19,12 @@ from howsmooth.certificates.ball.block_ball import expected_change_seconds
 from howsmooth.certificates.ball.on_ball import ladder, ladder_radii
 from howsmooth.certificates.certify_any import certify_patches, certify_tokens
 from howsmooth.certificates.point.enclosure import expected_block_seconds, expected_seconds
+from howsmooth.cli.networks import certify_source
 from howsmooth.cli.options import AsJson, Report, Resume, command, exact_option, out_option, what_option, where_option
 from howsmooth.cli.source_options import MapAtTokens, MapOptions, kinds_of_map
 from howsmooth.cli.terminal import print_json, show, stderr, step_progress, written
 from howsmooth.errors import InvalidInput
+from howsmooth.models.network_source import names_network
 from howsmooth.models.weight_files import read_tensors
 from howsmooth.reports.sections import check_section_path, write_certificates
 from howsmooth.search.attacks import minimal_norm_attack
@@ -42,6 +44,13 @@ def certify(
         Path | None,
         what_option("File with tensors images (bytes, or numbers from 0 to 1) and labels: SOURCE is a classifier."),
     ] = None,
+    label: Annotated[
+        int | None,
+        what_option("Class that a network must not leave (the one it gives): SOURCE is a classifier.", min=0),
+    ] = None,
+    moving: Annotated[
+        str | None, where_option("Tokens of a classified input that move, for example 3 or 0,2-4 (all).", "--tokens")
+    ] = None,
     count: Annotated[int | None, what_option("Only the first images of the file.", min=1)] = None,
     norm: Annotated[Literal["2", "1", "inf"], what_option("Norm of the distance between images.", "--distance")] = "2",
     attack: Annotated[bool, exact_option("Search for a nearer image (norm 2).")] = True,
@@ -60,6 +69,8 @@ def certify(
       howsmooth certify random --width 16 --heads 2 --length 8 --what head
       howsmooth certify minilm --layer 2 --length 32 --what head --over around:0.01
       howsmooth certify minilm --layer 2 --length 16 --what head --report report.html
+      howsmooth certify net.onnx --input x.npy
+      howsmooth certify my.models:make_net --input tokens.npy --label 1 --tokens 3
       howsmooth certify deept_mnist_vit.safetensors --images mnist.safetensors --distance 2 --json
       howsmooth certify deept_mnist_vit.safetensors --images mnist.safetensors --distance inf --out radii.sqlite
     """
@@ -67,6 +78,13 @@ def certify(
         if images is not None:
             raise InvalidInput("--report is about the heads of an attention map: leave out --images.")
         check_section_path(report)
+    if images is None and (label is not None or moving is not None or names_network(options.source)):
+        if report is not None or count is not None or out is not None or over != "point" or what != "attention,head":
+            raise InvalidInput(
+                "a class is certified of one input: leave --what, --over, --report, --count and --out out."
+            )
+        certify_source(options, label, moving, _NORMS[norm], attack, as_json)
+        return
     if images is not None:
         distinct_files(read=[("SOURCE", options.source), ("--images", images)], written=[("--out", out)])
         run = _ledger_key(options, images, norm, attack and norm == "2")

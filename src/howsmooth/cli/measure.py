@@ -15,6 +15,7 @@ from torch import Tensor
 
 from howsmooth._util.common import printable
 from howsmooth._util.validation import check_count, check_seed, fits
+from howsmooth.cli.networks import is_network, measure_source
 from howsmooth.cli.options import AsJson, Confidence, Figure, Rtol, command, engine_option, what_option, where_option
 from howsmooth.cli.source_options import OF_THE_INPUT, MapAtTokens, MapOptions, kinds_of_map, map_sha256, random_options
 from howsmooth.cli.terminal import (
@@ -28,7 +29,7 @@ from howsmooth.cli.terminal import (
 from howsmooth.errors import InvalidInput
 from howsmooth.norms import Measurement
 from howsmooth.norms.local_constant import Explanation, explain, measure_heads, token_influence
-from howsmooth.norms.local_constant import measure as measure_block
+from howsmooth.norms.local_constant import measure_map as measure_block
 from howsmooth.search.ascent import norm_at
 from howsmooth.search.witness import Witness
 
@@ -59,7 +60,11 @@ def measure(
         Path | None, where_option("The input in this file of `howsmooth worst-case`, on its map.")
     ] = None,
     what: Annotated[
-        str | None, what_option("attention (the block), head or both (both, or the map of the witness).")
+        str | None,
+        what_option(
+            "attention (the block), head or both (both, or the map of the witness); of a network model, layer, "
+            "attention, or with a number layer:3 (model)."
+        ),
     ] = None,
     norm: Annotated[
         Literal["2", "inf", "1", "fro", "token"] | None,
@@ -85,10 +90,18 @@ def measure(
       howsmooth measure random --like gpt2 --length 256 --what attention
       howsmooth measure gpt2.safetensors --prefix h.0.attn. --heads 12 --causal --explain
       howsmooth measure minilm --layer 2 --length 96
+      howsmooth measure minilm --what model,layer:2 --length 96
+      howsmooth measure net.onnx --input x.npy
+      howsmooth measure my.models:make_net --input x.npy --what layer:0,attention:0
       howsmooth measure layer.pt --heads 8 --input tokens.npy --figure heads.png --json
       howsmooth measure minilm --witness howsmooth-output/worst-minilm-4c1f0e-n16-LayerNorm.safetensors
     """
     size = parse_bytes(memory)
+    if witness is None and is_network(options, what):
+        if explained or figure is not None:
+            raise InvalidInput("--explain and --figure are for attention maps: leave them out for a network.")
+        measure_source(options, what, norm or "2", k, as_json, rtol=rtol, confidence=confidence, memory=size)
+        return
     replay = None if witness is None else Replay.open(witness, options)
     whole = "attention,head" if replay is None else "attention" if replay.witness.head is None else "head"
     maps = kinds_of_map(what or whole)

@@ -45,6 +45,7 @@ from howsmooth.cli.terminal import (
     terminal_json,
 )
 from howsmooth.errors import HowsmoothError, InvalidInput
+from howsmooth.models.weight_files import load_tokens
 from howsmooth.scans.units import parse_shard
 
 EXPORTS = {".csv": "to_csv", ".parquet": "to_parquet", ".json": "to_json"}
@@ -54,7 +55,13 @@ EXPORTS = {".csv": "to_csv", ".parquet": "to_parquet", ".json": "to_json"}
 class ScanFlags:
     """A scan, None where no option gives a value: the options of the command and the keys of its config file."""
 
-    model: Annotated[str | None, Argument(help="A named model (minilm), a folder, a hub id, or random:KIND.")] = None
+    model: Annotated[
+        str | None,
+        Argument(
+            help="A named model (minilm), a folder, a hub id, random:KIND, or a network: an .onnx or .pt2 file, "
+            "module:attribute."
+        ),
+    ] = None
     what: Annotated[
         str | None,
         what_option(
@@ -72,6 +79,9 @@ class ScanFlags:
     ] = None
     explain: Annotated[bool | None, what_option("Also value and score path, sink, entropy (yes).")] = None
     text: Text = None
+    input: Annotated[
+        Path | None, where_option("File with the input of a network, as it takes it, or several along a first axis.")
+    ] = None
     length: Annotated[str | None, length_option("Tokens per window: 64,128, 8,16,…,512 or 2,4,...,100 (128).")] = None
     windows: Annotated[int | None, where_option("Windows of the text for each length (1).", min=1)] = None
     dtype: Dtype = None
@@ -124,6 +134,7 @@ def scan(
       howsmooth scan minilm --text novel.txt --length 8,16,…,512 --windows 10 --what heads,attention
       howsmooth scan smollm2 --layers 0,2-4 --what "head\\[heads=0-2],layer" --out smollm2.sqlite
       howsmooth scan minilm --what heads,layer,model --reference random
+      howsmooth scan net.onnx --input x.npy --what heads,attention,model
       howsmooth scan smollm2 --windows 100 --jobs 16 --plan
       howsmooth scan smollm2 --jobs 4 --out smollm2.sqlite
       howsmooth scan smollm2 --shard 2/8 --out shard-2.sqlite
@@ -140,10 +151,13 @@ def scan(
     for path in export or []:
         if path.suffix not in EXPORTS:
             raise InvalidInput(f"cannot export to {path}: the name ends in {', '.join(EXPORTS)}.")
+    given_input = wanted.pop("input", None)
+    if given_input is not None:
+        wanted["text"] = load_tokens(given_input)
     out = wanted.pop("out", None)
     out = default_store(model, workers.shard) if out is None else out
     distinct_files(
-        read=[*_files_of(model), ("--text", wanted.get("text")), ("--config", config)],
+        read=[*_files_of(model), ("--text", options.text), ("--input", given_input), ("--config", config)],
         written=[("--out", out), *(("--export", path) for path in export or [])],
     )
     if plan:
@@ -206,7 +220,7 @@ def read_scan_file(path: Path) -> dict[str, Any]:
             raise InvalidInput(f"{path} sets {name} to {value!r:.60}: write it as on the command line.")
         if "\0" in str(value):
             raise InvalidInput(f"{path} sets {name} to a text with a zero byte: write it as on the command line.")
-    return options | {name: Path(options[name]) for name in {"text", "out"} & options.keys()}
+    return options | {name: Path(options[name]) for name in {"text", "input", "out"} & options.keys()}
 
 
 @contextmanager
