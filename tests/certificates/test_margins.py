@@ -23,6 +23,7 @@ from howsmooth.certificates.network.taylor_remainders import (
     ActivationRemainder,
     NormalisationRemainder,
     ProductRemainder,
+    multiply,
 )
 from howsmooth.certificates.read_module import read_classifier
 from howsmooth.errors import InvalidInput, UnsupportedModel
@@ -387,3 +388,19 @@ def test_cases_cover_every_part() -> None:
     assert {case.norm for case in cases(40)} == {"mean only", "standard", "rms"}
     assert {case.activation for case in cases(40)} == {"relu", "gelu", "silu"}
     assert {case.mask for case in cases(40)} == {"none", "causal", "window", "boolean"}
+
+
+@pytest.mark.parametrize("signs", [(1, 1), (1, -1), (-1, 1)])
+def test_errors_of_both_factors_of_a_product_are_in_its_remainder(signs: tuple[int, int]) -> None:
+    """Factors 2 and 3 that are off by as much as their forms allow, at an input that does not move."""
+    errors = (0.01, 0.02)
+
+    def factor(value: float, error: float) -> AffineForm:
+        one = torch.full((1, 1), value, dtype=torch.float64)
+        return AffineForm(one, (torch.zeros(1, 1, 1, 1, dtype=torch.float64),), one.new_tensor([error, 0.0]))
+
+    form, remainder = multiply(factor(2.0, errors[0]), factor(3.0, errors[1]))
+    lower, upper = remainder.numbers(torch.tensor([1.0, 0.0], dtype=torch.float64))
+    truth = (2.0 + signs[0] * errors[0]) * (3.0 + signs[1] * errors[1])
+    assert float(form.value + lower) <= truth <= float(form.value + upper)
+    assert float(upper) < 0.0703  # 2·0.02 + 3·0.01 + 0.01·0.02
